@@ -1,0 +1,23 @@
+.DEFAULT_GOAL := help
+VENV ?= .venv
+export CARRYOVER_VENV := $(VENV)
+
+.PHONY: help setup demo test lint bench clean
+
+help: ## show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## make .venv with everything (CPU build of vLLM)
+	@infra/setup.sh cpu
+
+demo: setup ## the whole pipeline on the embedded target, in minutes
+	@$(VENV)/bin/platform demo
+
+test: setup ## all tests
+	@$(VENV)/bin/python -m pytest
+
+lint: setup ## style checks
+	@$(VENV)/bin/ruff check .
+
+clean: ## remove caches (not .venv, not runs/)
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis platform/*.egg-info
