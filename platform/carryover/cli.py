@@ -35,7 +35,9 @@ def _print_version(value: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Train, serve and measure Carryover Drafting for speculative decoding."""
@@ -61,5 +63,7 @@ def _fail(message: str, code: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True, soft_wrap=True).print(Text("error: ", style="bold red"), message, sep="", markup=False)
+    Console(stderr=True, soft_wrap=True).print(
+        Text("error: ", style="bold red"), message, sep="", markup=False
+    )
     sys.exit(code)

@@ -72,7 +72,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        siblings = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        siblings = (
+            sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        )
         known = f"; {path.parent} holds: {', '.join(siblings)}" if siblings else ""
         raise ConfigError(f"no configuration file at {path}{known}")
     try:
@@ -82,14 +84,18 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping at its top level, got {type(values).__name__}")
+        raise ConfigError(
+            f"{path} must hold a mapping at its top level, got {type(values).__name__}"
+        )
     return values
 
 
 def _assign(values: dict[str, Any], override: str) -> None:
     dotted, separator, text = override.partition("=")
     if not separator or not dotted.strip():
-        raise ConfigError(f"--set takes key=value, got {override!r}; for example --set optimizer.lr=1e-3")
+        raise ConfigError(
+            f"--set takes key=value, got {override!r}; for example --set optimizer.lr=1e-3"
+        )
     try:
         value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:

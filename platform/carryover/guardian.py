@@ -31,7 +31,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def guard(*, environment: Mapping[str, str] | None = None, argv: Sequence[str] | None = None) -> None:
+def guard(
+    *, environment: Mapping[str, str] | None = None, argv: Sequence[str] | None = None
+) -> None:
     """Continue in a worker process whose whole process tree ends with this command.
 
     Returns at once in the worker. In the process that the user started it never returns: it
@@ -60,7 +62,9 @@ def leftovers() -> list[tuple[int, str]]:
     found = []
     for process in psutil.process_iter(["pid", "ppid", "name", "cmdline"]):
         title = " ".join(process.info["cmdline"] or []) or process.info["name"] or ""
-        if process.info["ppid"] == 1 and ("VLLM::" in title or "VLLM::" in (process.info["name"] or "")):
+        if process.info["ppid"] == 1 and (
+            "VLLM::" in title or "VLLM::" in (process.info["name"] or "")
+        ):
             found.append((process.info["pid"], title))
     return found
 
@@ -75,7 +79,8 @@ def end_tree(root: int, *, grace_s: float = GRACE_S) -> None:
         _collect_zombies()
         try:
             alive = [
-                process for process in psutil.Process(root).children(recursive=True)
+                process
+                for process in psutil.Process(root).children(recursive=True)
                 if process.status() != psutil.STATUS_ZOMBIE
             ]
         except psutil.NoSuchProcess:

