@@ -1,0 +1,1 @@
+"""Drafters: speculators' block drafters, extended with carried context."""
