@@ -14,7 +14,7 @@ demo: setup ## the whole pipeline on the embedded target, in minutes
 	@$(VENV)/bin/platform demo
 
 test: setup ## all tests
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -m carryover.guardian $(VENV)/bin/python -m pytest
 
 lint: setup ## style checks
 	@$(VENV)/bin/ruff check .

@@ -4,18 +4,26 @@ vLLM's engine and worker processes survive a killed parent, and Ray's daemons st
 their own, so neither process groups nor exit handlers are enough. `guard()` therefore puts two
 small processes above the one that works:
 
-    caller (the pid the user sees) -> reaper -> worker (the same command line again)
+    caller (the pid the user sees) -> reaper -> worker (the same command again)
 
-All three are Linux *child subreapers* or descend from one, so that an orphan at any depth becomes
-a child of the reaper (or, if that one is killed, of the caller) instead of escaping to init. When
-the worker ends, the reaper ends whatever is left below it; when the caller is killed, the reaper
-notices through a pipe, and ends everything; when the reaper is killed, the caller does.
+Caller and reaper are Linux *child subreapers*: an orphan at any depth becomes a child of the
+reaper (or, if that one is killed, of the caller) instead of escaping to init. When the worker
+ends, the reaper ends whatever is left below it; when the caller is killed, the reaper notices
+through a pipe, and ends everything; when the reaper is killed, the worker dies with it and the
+caller ends the rest. Where all of them were killed at once, the next guarded command finds what
+is left by a mark in its environment.
+
+Reaper and worker have a session of their own, without a terminal. Ctrl-C thus reaches the worker
+alone and once, which then stops its engines in order, and a closed terminal or Ctrl-Z nothing but
+the caller. Ctrl-C once asks; a second time interrupts the cleaning up; a third time kills.
 
 The worker starts by `exec`, which also lets its environment (thread counts, LD_PRELOAD) be chosen.
+`python -m carryover.guardian COMMAND ...` runs any command like this, in the engine's environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -23,12 +31,22 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from math import inf
+from typing import TYPE_CHECKING, NoReturn
 
-WORKER_MARK = "CARRYOVER_GUARDED_BY"
+if TYPE_CHECKING:
+    import psutil
+
+GUARD_VARIABLE = "CARRYOVER_GUARDED_BY"
+# within the 30 s that Kubernetes gives: the worker's own time, then that of what it leaves behind
 GRACE_S = 20.0
+ORPHAN_GRACE_S = 5.0
+INTERRUPTS_TO_KILL = 3
+_POLL_S = 0.1
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_ENGINE_TITLE = "VLLM::"
 
 
 def guard(
@@ -37,131 +55,263 @@ def guard(
     """Continue in a worker process whose whole process tree ends with this command.
 
     Returns at once in the worker. In the process that the user started it never returns: it
-    waits, forwards SIGTERM, and exits with the worker's status. Call it before heavy imports.
+    waits, forwards signals, and exits with the worker's status (143 after SIGTERM, 129 after
+    SIGHUP, unless the worker still ended well). Call it before heavy imports, while there is one
+    thread. Where Linux's means are absent it only sets the environment.
 
     Args:
         environment: variables to set for the worker and all that it starts.
         argv: command line of the worker; default: this command's own.
     """
-    if os.environ.get(WORKER_MARK) == str(os.getppid()):
+    guardian, _, _ = os.environ.get(GUARD_VARIABLE, "").partition(":")
+    if guardian == str(os.getppid()):
         signal.signal(signal.SIGTERM, _terminate)
         return
     if not sys.platform.startswith("linux"):
         os.environ.update(environment or {})
         return
+    command = list(argv or [sys.executable, "-P", "-m", "carryover", *sys.argv[1:]])
     sys.stdout.flush()
     sys.stderr.flush()
-    command = list(argv or [sys.executable, "-m", "carryover", *sys.argv[1:]])
     os._exit(_supervise(command, {**os.environ, **(environment or {})}))
 
 
-def leftovers() -> list[tuple[int, str]]:
-    """Engine processes whose parent is gone: (pid, title) of what an unguarded run left behind."""
+def identity(pid: int) -> str:
+    """`pid:start`, which no other process of this machine's pid space will ever have.
+
+    Raises:
+        ProcessLookupError: no such process, or one that has ended.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            # the name before the last parenthesis may hold anything
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        raise ProcessLookupError(pid) from None
+    if fields[0] in "ZX":
+        raise ProcessLookupError(pid)
+    return f"{pid}:{fields[19]}"
+
+
+def is_running(process: str) -> bool:
+    """Whether the process that an `identity()` names is still there."""
+    try:
+        return identity(int(process.partition(":")[0])) == process
+    except (ValueError, ProcessLookupError):
+        return False
+
+
+def leftovers(*, marked_only: bool = False) -> list[psutil.Process]:
+    """Processes that earlier commands of this user left behind, because their guardians are gone.
+
+    Args:
+        marked_only: leave out engines that no command of ours is known to have started.
+    """
     import psutil
 
     found = []
-    for process in psutil.process_iter(["pid", "ppid", "name", "cmdline"]):
-        title = " ".join(process.info["cmdline"] or []) or process.info["name"] or ""
-        if process.info["ppid"] == 1 and (
-            "VLLM::" in title or "VLLM::" in (process.info["name"] or "")
-        ):
-            found.append((process.info["pid"], title))
+    for process in psutil.process_iter():
+        try:
+            if os.stat(f"/proc/{process.pid}/ns/pid") != os.stat("/proc/self/ns/pid"):
+                continue  # in a container, where the guardian's number is another process's
+            mark = process.environ().get(GUARD_VARIABLE)
+            stray = not is_running(mark) if mark else _is_stray_engine(process)
+            if stray and (mark or not marked_only):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
     return found
 
 
-def end_tree(root: int, *, grace_s: float = GRACE_S) -> None:
-    """End every descendant of `root`: SIGTERM, then SIGKILL to what is left after `grace_s`."""
+def _is_stray_engine(process: psutil.Process) -> bool:
+    return process.ppid() == 1 and process.name().startswith(_ENGINE_TITLE)
+
+
+def end_processes(
+    processes: Sequence[psutil.Process], *, grace_s: float = ORPHAN_GRACE_S
+) -> list[psutil.Process]:
+    """End these processes and all below them: SIGTERM, and SIGKILL after `grace_s`.
+
+    Returns those that are still there, which only the kernel can cause.
+    """
     import psutil
 
-    deadline = time.monotonic() + grace_s
-    asked: set[int] = set()
-    while True:
-        _collect_zombies()
-        try:
-            alive = [
-                process
-                for process in psutil.Process(root).children(recursive=True)
-                if process.status() != psutil.STATUS_ZOMBIE
-            ]
-        except psutil.NoSuchProcess:
-            alive = []
-        if not alive:
-            return
-        overdue = time.monotonic() > deadline
-        for process in alive:
-            try:
-                if overdue:
-                    process.kill()
-                elif process.pid not in asked:
-                    process.terminate()
-                    asked.add(process.pid)
-            except psutil.NoSuchProcess:
-                continue
-        time.sleep(0.05)
+    targets = list(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            targets += process.children(recursive=True)
+    for process in targets:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(targets, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return psutil.wait_procs(alive, timeout=ORPHAN_GRACE_S)[1]
 
 
 def _supervise(command: list[str], environment: dict[str, str]) -> int:
-    caller = os.getpid()
+    """Body of the caller: start the reaper, forward signals, return the exit status."""
+    # what the shell told this command to ignore (nohup, a background job) stays ignored
+    forwarded = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
+    # until both sides have their handlers, signals wait
+    signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     alive_read, alive_write = os.pipe()
     reaper = os.fork()
     if reaper == 0:
         os.close(alive_write)
-        os._exit(_reap(caller, alive_read, command, environment))
+        os._exit(_reap(alive_read, command, environment, forwarded))
     os.close(alive_read)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: _signal(reaper, signal.SIGTERM))
-    status = _wait(reaper)
-    end_tree(caller, grace_s=2.0)
-    return status
+    received: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        received.append(number)
+        _signal(reaper, number)
+
+    for number in forwarded:
+        signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
+    _, waited = os.waitpid(reaper, 0)
+    status = _exit_code(waited)
+    _end_descendants(grace_s=ORPHAN_GRACE_S / 2)
+    asked = [number for number in received if number != signal.SIGINT]
+    return 128 + asked[0] if asked and status != 0 else status
 
 
-def _reap(caller: int, alive: int, command: list[str], environment: dict[str, str]) -> int:
+def _reap(alive: int, command: list[str], environment: dict[str, str], forwarded: list[int]) -> int:
     """Body of the reaper: start the worker, wait for it or for the caller's death, clean up."""
+    os.setsid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _end_leftovers()
     reaper = os.getpid()
+    mark = identity(reaper)
     worker = os.fork()
     if worker == 0:
         os.close(alive)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != reaper:
             os._exit(1)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _exec(command, {**environment, WORKER_MARK: str(reaper)})
-    asked_at: list[float] = []
-
-    def ask(*_: object) -> None:
-        asked_at.append(time.monotonic())
-        _signal(worker, signal.SIGTERM)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, ask)
-    status = None
-    while status is None:
-        readable, _, _ = select.select([alive], [], [], 0.1)
-        if readable and not asked_at:
-            ask()
-        if readable:
-            time.sleep(0.1)
-        if asked_at and time.monotonic() - asked_at[0] > GRACE_S:
-            _signal(worker, signal.SIGKILL)
-        status = _poll(worker)
-    end_tree(reaper, grace_s=5.0)
+        for number in forwarded:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
+        # process titles must not overwrite the mark that leftovers are known by
+        _exec(command, {**environment, GUARD_VARIABLE: mark, "SPT_NOENV": "1"})
+    received: list[int] = []
+    for number in forwarded:
+        signal.signal(number, lambda number, _: received.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
+    status = _watch(worker, alive, received, interruptible=signal.SIGINT in forwarded)
+    stubborn = _end_descendants(grace_s=ORPHAN_GRACE_S)
+    if stubborn:
+        _say(f"processes {stubborn} cannot be ended; the kernel holds them")
     return status
+
+
+def _watch(worker: int, alive: int, received: list[int], *, interruptible: bool) -> int:
+    """Pass signals on to the worker until it ends; return its exit status.
+
+    SIGTERM reaches the worker as SIGINT: Ray replaces a driver's handler of SIGTERM by one that
+    kills the cluster under it, while Ctrl-C always unwinds it in order.
+    """
+    gentle = signal.SIGINT if interruptible else signal.SIGTERM
+    watched, interrupts, deadline = [alive], 0, inf
+    while True:
+        status = _collect(worker)
+        if status is not None:
+            break
+        readable, _, _ = select.select(watched, [], [], _POLL_S)
+        if readable:  # the pipe's other end closed: the caller was killed
+            watched.clear()
+            received.append(signal.SIGTERM)
+            deadline = min(deadline, time.monotonic() + ORPHAN_GRACE_S)
+        while received:
+            if received.pop(0) == signal.SIGINT:
+                interrupts += 1
+                _signal(worker, signal.SIGKILL if interrupts >= INTERRUPTS_TO_KILL else gentle)
+            else:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+                if not interrupts:
+                    interrupts = 1
+                    _signal(worker, gentle)
+        if time.monotonic() > deadline:
+            _say("the command did not stop in time and is killed")
+            _signal(worker, signal.SIGKILL)
+            deadline = time.monotonic() + GRACE_S
+    if status == 128 + signal.SIGKILL and deadline == inf and not interrupts:
+        _say("the command was killed (SIGKILL); most often the machine ran out of memory")
+    if status >= 128 and os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # a progress bar that was killed leaves the cursor hidden
+    return status
+
+
+def _end_leftovers() -> None:
+    stray = leftovers(marked_only=True)
+    if stray:
+        _say(f"ending {len(stray)} processes that an earlier command left behind")
+        end_processes(stray)
+
+
+def _end_descendants(*, grace_s: float) -> list[int]:
+    """End all that is below this subreaper; returns the pids that could not be ended.
+
+    Having no child is proof that nothing is left, since every orphan becomes a child here.
+    """
+    import psutil
+
+    me = psutil.Process()
+    deadline = time.monotonic() + grace_s
+    asked: set[int] = set()
+    while _collect_all():
+        below = [process.pid for process in me.children(recursive=True)]
+        overdue_s = time.monotonic() - deadline
+        if overdue_s > GRACE_S:
+            return below
+        for pid in below:
+            if overdue_s > 0:
+                _signal(pid, signal.SIGKILL)
+            elif pid not in asked:
+                asked.add(pid)
+                _signal(pid, signal.SIGTERM)
+                _signal(pid, signal.SIGCONT)
+        time.sleep(_POLL_S / 5)
+    return []
+
+
+def _collect(worker: int) -> int | None:
+    """Wait for ended children, adopted ones included; the worker's exit status once it ended."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return 1
+        if pid == 0:
+            return None
+        if pid == worker:
+            return _exit_code(status)
+
+
+def _collect_all() -> bool:
+    """Wait for ended children; whether any other is left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            continue
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _exec(command: list[str], environment: dict[str, str]) -> NoReturn:
     try:
-        os.execve(command[0], command, environment)
+        os.execvpe(command[0], command, environment)
     except OSError as error:
-        os.write(2, f"cannot start {command[0]}: {error}\n".encode())
-    os._exit(1)
+        _say(f"cannot start {command[0]}: {error.strerror}")
+    os._exit(127)
 
 
 def _terminate(*_: object) -> NoReturn:
-    """SIGTERM unwinds the worker like Ctrl-C does, so that `finally` blocks run."""
+    """SIGTERM unwinds the worker like Ctrl-C does, so that `finally` blocks run; but only once."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
     raise KeyboardInterrupt
 
 
@@ -170,20 +320,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
-def _poll(pid: int) -> int | None:
-    done, status = os.waitpid(pid, os.WNOHANG)
-    return None if done == 0 else _exit_code(status)
-
-
-def _wait(pid: int) -> int:
-    _, status = os.waitpid(pid, 0)
-    return _exit_code(status)
 
 
 def _exit_code(status: int) -> int:
@@ -191,9 +329,19 @@ def _exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _collect_zombies() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{message}\n".encode())
+
+
+def main() -> None:
+    """Run the command line that follows, guarded, in the engine's environment."""
+    from carryover.runtime import engine_environment
+
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m carryover.guardian COMMAND [ARGUMENT ...]")
+    os._exit(_supervise(sys.argv[1:], {**os.environ, **engine_environment()}))
+
+
+if __name__ == "__main__":
+    main()

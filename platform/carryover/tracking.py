@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from carryover import provenance
 from carryover.errors import ConfigError, EnvironmentProblem
+from carryover.guardian import identity, is_running
 from carryover.stores import (
     artifact_folder,
     check_database,
@@ -402,7 +403,7 @@ def _close_orphans(client: MlflowClient, experiments: list[str]) -> None:
     """Close runs whose process on this machine is gone, which SIGKILL leaves RUNNING."""
     wanted = f"attributes.status = 'RUNNING' AND tags.`{HOST_TAG}` = '{_machine()}'"
     for run in client.search_runs(experiments, filter_string=wanted, max_results=1000):
-        if not _is_alive(run.data.tags.get(PROCESS_TAG, "")):
+        if not is_running(run.data.tags.get(PROCESS_TAG, "")):
             client.set_tag(run.info.run_id, ERROR_TAG, "the process was killed")
             client.set_terminated(run.info.run_id, "KILLED")
 
@@ -418,20 +419,7 @@ def _machine() -> str:
 
 
 def _process_tags() -> dict[str, str]:
-    import psutil
-
-    started_s = psutil.Process().create_time()
-    return {HOST_TAG: _machine(), PROCESS_TAG: f"{os.getpid()}:{started_s:.2f}"}
-
-
-def _is_alive(process: str) -> bool:
-    import psutil
-
-    pid, _, started_s = process.partition(":")
-    try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started_s)) < 1.0
-    except (psutil.NoSuchProcess, ValueError):
-        return False
+    return {HOST_TAG: _machine(), PROCESS_TAG: identity(os.getpid())}
 
 
 def _status_after(error: BaseException) -> str:
