@@ -109,10 +109,13 @@ def leftovers(*, marked_only: bool = False) -> list[psutil.Process]:
     """
     import psutil
 
+    if not sys.platform.startswith("linux"):
+        return []
     found = []
+    space = os.stat("/proc/self/ns/pid").st_ino
     for process in psutil.process_iter():
         try:
-            if os.stat(f"/proc/{process.pid}/ns/pid") != os.stat("/proc/self/ns/pid"):
+            if os.stat(f"/proc/{process.pid}/ns/pid").st_ino != space:
                 continue  # in a container, where the guardian's number is another process's
             mark = process.environ().get(GUARD_VARIABLE)
             stray = not is_running(mark) if mark else _is_stray_engine(process)
@@ -249,7 +252,7 @@ def _end_leftovers() -> None:
     stray = leftovers(marked_only=True)
     if stray:
         _say(f"ending {len(stray)} processes that an earlier command left behind")
-        end_processes(stray)
+        end_processes(stray, grace_s=ORPHAN_GRACE_S)
 
 
 def _end_descendants(*, grace_s: float) -> list[int]:
