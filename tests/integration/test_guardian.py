@@ -369,7 +369,7 @@ for _ in range(3):
             time.sleep(0.1)
         os._exit(0)
     os.wait()
-time.sleep(0.6)
+time.sleep(1.0)
 print(len(psutil.Process(os.getppid()).children()))
 """
     assert guarded(code).stdout == "1\n"
@@ -382,6 +382,6 @@ def test_identity_names_one_process_only():
     assert not guardian.is_running("")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     named = guardian.identity(ended.pid)
-    time.sleep(0.3)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     assert not guardian.is_running(named), "a zombie does not run"
     ended.wait()
