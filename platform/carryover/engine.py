@@ -55,12 +55,25 @@ class EngineConfig(Config):
     )
 
 
+class PoolConfig(Config):
+    """How many engines run, and on what."""
+
+    engines: int = Field(1, ge=1, description="Ray actors with one engine each")
+    cpus_per_engine: float | None = Field(
+        None, gt=0, description="null: the machine's cores shared out on CPU, 1 on GPU"
+    )
+    ray_address: str | None = Field(
+        None, description="of a running cluster; null: $RAY_ADDRESS, or one for this command"
+    )
+
+
 def engine_kwargs(
     target: Target,
     config: EngineConfig | None = None,
     *,
     speculative: Mapping[str, Any] | None = None,
     log_stats: bool = False,
+    gpu: bool | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for `vllm.LLM` or `vllm.AsyncEngineArgs`.
 
@@ -70,6 +83,7 @@ def engine_kwargs(
         speculative: vLLM's `speculative_config`, such as `{"model": checkpoint_folder,
             "num_speculative_tokens": 7}`; None decodes autoregressively.
         log_stats: keep counters, so that `LLM.get_metrics()` works.
+        gpu: whether the engine will run on a GPU; None: if this machine has one.
 
     Raises:
         ConfigError: `max_model_len` is more than the target's positions, or `extra` repeats a key.
@@ -83,7 +97,7 @@ def engine_kwargs(
             f"max_model_len {config.max_model_len} exceeds the {longest} positions of target "
             f"{target.name!r}; set max_model_len to at most {longest}"
         )
-    gpu = has_gpu()
+    gpu = has_gpu() if gpu is None else gpu
     kwargs: dict[str, Any] = {
         "model": target.path,
         "dtype": "float32" if config.dtype == "auto" and not gpu else config.dtype,
@@ -96,6 +110,9 @@ def engine_kwargs(
     }
     if gpu:
         kwargs["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if config.tensor_parallel_size > 1:
+        # Inside a Ray actor vLLM would choose Ray, whose placement the actor already decided.
+        kwargs["distributed_executor_backend"] = "mp"
     if config.kv_cache_gib is not None:
         kwargs["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
     elif not gpu:
@@ -103,7 +120,7 @@ def engine_kwargs(
             shape,
             config,
             dtype=kwargs["dtype"],
-            free_bytes=_free_memory(),
+            free_bytes=free_memory(),
             speculative=bool(speculative),
         )
     if speculative is not None:
@@ -203,7 +220,7 @@ def kv_bytes_per_token(shape: PretrainedConfig, *, dtype: str) -> int:
     return 2 * shape.num_hidden_layers * heads * head_dim * _DTYPE_BYTES[dtype]
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Bytes that can be allocated: the machine's, or the container's if that is less."""
     import psutil
 

@@ -5,9 +5,9 @@
       journal.jsonl             a header line, then the rows that are in no part yet
       .lock                     held by the one process that writes
 
-A row is in the journal as soon as `append` returns, so a killed process loses none of the rows it
-was given. The next writer, and every reader, takes the journal's whole lines and ignores a torn
-last one; a row that is both in a part and in the journal counts once.
+Rows are in the journal as soon as `append` returns, one line for one call, so a killed process
+loses none of the rows it was given. The next writer, and every reader, takes the journal's whole
+lines and ignores a torn last one; a row that is both in a part and in the journal counts once.
 """
 
 from __future__ import annotations
@@ -77,17 +77,18 @@ class RowStore:
             raise
 
     def _open(self) -> None:
-        found = read_metadata(self.folder)
-        if found is not None:
-            _require_same(self.folder, expected=self.metadata, found=found)
         for leftover in self.folder.glob(f"*{_PARTIAL}"):
             leftover.unlink()
         parts = part_files(self.folder)
+        _, rows = _read_journal(self.folder / _JOURNAL)
+        if parts or rows:
+            _require_same(
+                self.folder, expected=self.metadata, found=read_metadata(self.folder) or {}
+            )
         self._next_part = 1 + max((int(part.stem.split("-")[1]) for part in parts), default=-1)
         self.ids: set[int] = set()
         for part in parts:
             self.ids.update(_read_part(part, columns=["id"]).column("id").to_pylist())
-        _, rows = _read_journal(self.folder / _JOURNAL)
         self._pending = [row for row in _once(rows) if row["id"] not in self.ids]
         self.ids.update(row["id"] for row in self._pending)
         self._journal: IO[str] | None = None
@@ -104,21 +105,27 @@ class RowStore:
     ) -> None:
         self.close()
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Keep one row; it survives the death of this process once this returns.
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep rows that belong together: after a kill either all of them are there or none.
+
+        They survive the death of this process once this returns.
 
         Raises:
-            ValueError: the id is there already.
+            ValueError: an id is there already.
             EnvironmentProblem: the disk is full.
         """
-        if row["id"] in self.ids:
-            raise ValueError(f"{self.folder} already holds a row with id {row['id']}")
-        assert self._journal is not None, "the store is closed"
+        ids = [row["id"] for row in rows]
+        repeated = sorted(self.ids.intersection(ids)) or (ids if len({*ids}) < len(ids) else [])
+        if repeated:
+            raise ValueError(f"{self.folder} already holds rows with the ids {repeated}")
+        if self._journal is None:
+            raise ValueError(f"{self.folder} is closed")
+        kept = [{name: row[name] for name in self.schema.names} for row in rows]
         with _disk_errors(self.folder):
-            self._journal.write(json.dumps({name: row[name] for name in self.schema.names}) + "\n")
+            self._journal.write(json.dumps(kept) + "\n")
             self._journal.flush()
-        self._pending.append(dict(row))
-        self.ids.add(row["id"])
+        self._pending += kept
+        self.ids.update(ids)
         if len(self._pending) >= self.rows_per_part:
             self._write_part()
 
@@ -130,8 +137,7 @@ class RowStore:
             self._write_part()
             self._journal.close()
             self._journal = None
-            if part_files(self.folder):
-                (self.folder / _JOURNAL).unlink()
+            (self.folder / _JOURNAL).unlink()
         finally:
             self._lock.close()
 
@@ -260,7 +266,7 @@ def _read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any
         return None, []
     try:
         entries = [json.loads(line) for line in lines]
-        return entries[0]["metadata"], entries[1:]
+        return entries[0]["metadata"], [row for rows in entries[1:] for row in rows]
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(f"{path} is damaged: {error}; remove it to go on with the parts") from None
 
@@ -316,13 +322,17 @@ def _replacing(path: Path) -> Iterator[Path]:
     """Write under another name, make it durable, then rename: readers see all of it or nothing."""
     partial = path.with_name(path.name + _PARTIAL)
     yield partial
-    for name in (partial, path.parent):
-        descriptor = os.open(name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    _sync(partial)
     os.replace(partial, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -1,0 +1,323 @@
+"""vLLM engines in Ray actors, one engine an actor, kept full by one driver.
+
+Why actors of our own and not Ray Data's LLM processors: those feed an engine batch by batch (its
+last requests run alone until the batch ends), report neither tokens nor in-flight work, and hand
+over whole blocks, so that a kill loses every row of a block. Here the driver tops an engine up
+whenever requests end, gets each response as it ends, and restarts an actor that dies, giving it
+its unfinished requests again.
+
+With one CPU engine the order of work depends on step counts alone, so equal seeds give equal
+responses.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from carryover.engine import EngineConfig, PoolConfig
+from carryover.engine_worker import Advance, Completion, EngineWorker, Request
+from carryover.errors import ConfigError, UserError
+from carryover.runtime import has_gpu, usable_cores
+from carryover.targets import Target
+
+MAX_RESTARTS = 3
+SPEED_WINDOW_S = 20.0
+_OBJECT_STORE_BYTES = 200 * 2**20
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Engine:
+    """The driver's view of one actor."""
+
+    actor: Any
+    number: int
+    requests: dict[int, Request] = field(default_factory=dict)
+    call: Any = None
+    pending_tokens: int = 0
+
+
+class EnginePool:
+    """Engines that answer requests; a context manager that starts and stops them.
+
+    `generated_tokens` and `read_tokens` count what the engines wrote and read so far; `details` is
+    what the first engine says of itself.
+
+    Args:
+        target: who answers.
+        engine: settings of each engine; the seed grows by one from engine to engine.
+        pool: how many, and where.
+
+    Raises:
+        ConfigError: the cluster can never hold so many engines.
+        UserError: an engine cannot start because of its settings.
+    """
+
+    def __init__(self, target: Target, engine: EngineConfig, pool: PoolConfig) -> None:
+        self.target = target
+        self.engine = engine
+        self.pool = pool
+        self.generated_tokens = 0
+        self.read_tokens = 0
+        self.restarts = 0
+        self.details: dict[str, Any] = {}
+        self._queue: deque[Request] = deque()
+        self._engines: list[_Engine] = []
+        self._speed: deque[tuple[float, int]] = deque()
+        self._owns_ray = False
+        # Small on CPU, where a step takes a third of a second; on GPU a call should not cost more
+        # than the steps that it runs.
+        self._steps = 16 if has_gpu() else 4
+        self._capacity = engine.max_num_seqs + max(4, engine.max_num_seqs // 4)
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def check(self, target: Target, *, max_model_len: int) -> None:
+        """Check that these engines can do a piece of work.
+
+        Raises:
+            ValueError: they serve another target or shorter sequences.
+        """
+        if target.path != self.target.path or max_model_len > self.engine.max_model_len:
+            raise ValueError(
+                f"the engines serve {self.target.path} up to {self.engine.max_model_len} tokens; "
+                f"asked for {target.path} up to {max_model_len}"
+            )
+
+    def close(self) -> None:
+        """End the engines, and Ray if this pool started it."""
+        for engine in self._engines:
+            ray.kill(engine.actor)
+        self._engines = []
+        if self._owns_ray:
+            ray.shutdown()
+            self._owns_ray = False
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are not finished."""
+        return len(self._queue) + sum(len(engine.requests) for engine in self._engines)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens already generated for requests that are not finished."""
+        return sum(engine.pending_tokens for engine in self._engines)
+
+    @property
+    def wanted(self) -> int:
+        """How many more requests keep all engines full."""
+        return max(0, self._capacity * len(self._engines) - self.in_flight)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second, over the last seconds; 0 before the second reading."""
+        if len(self._speed) < 2:
+            return 0.0
+        (start, before), (end, after) = self._speed[0], self._speed[-1]
+        return (after - before) / (end - start)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self._queue.append(request)
+
+    def collect(self) -> list[Completion]:
+        """Let the engines work for a moment and return what has ended.
+
+        Raises:
+            RuntimeError: engines died more than `MAX_RESTARTS` times.
+        """
+        for engine in self._engines:
+            if engine.call is None:
+                self._call(engine)
+        calls = {engine.call: engine for engine in self._engines if engine.call is not None}
+        if not calls:
+            return []
+        if not self._speed:
+            self._speed.append((time.monotonic(), self.generated_tokens))
+        ready, _ = ray.wait(list(calls), num_returns=1)
+        finished: list[Completion] = []
+        for call in ready:
+            finished += self._receive(calls[call])
+        now = time.monotonic()
+        self._speed.append((now, self.generated_tokens))
+        while len(self._speed) > 2 and now - self._speed[0][0] > SPEED_WINDOW_S:
+            self._speed.popleft()
+        return finished
+
+    def drop(self) -> None:
+        """Forget all unfinished requests; the engines stay."""
+        self._queue.clear()
+        for engine in self._engines:
+            if engine.call is not None:
+                ray.wait([engine.call])
+            ray.get(engine.actor.drop.remote())
+            engine.call, engine.pending_tokens = None, 0
+            engine.requests.clear()
+        self._speed.clear()
+
+    def _start(self) -> None:
+        if not ray.is_initialized():
+            start_ray(self.pool.ray_address)
+            self._owns_ray = True
+        self._check_resources()
+        for number in range(self.pool.engines):
+            self._engines.append(_Engine(self._actor(), number))
+        try:
+            started = ray.get([self._begin(engine) for engine in self._engines])
+        except RayError as error:
+            raise _cause(error) from None
+        self.details = started[0]
+
+    def _resources(self) -> dict[str, float]:
+        if has_gpu():
+            return {
+                "num_cpus": self.pool.cpus_per_engine or 1,
+                "num_gpus": self.engine.tensor_parallel_size,
+            }
+        share = max(1, len(usable_cores()) // self.pool.engines)
+        return {"num_cpus": self.pool.cpus_per_engine or share}
+
+    def _check_resources(self) -> None:
+        needed = self._resources()
+        found = ray.cluster_resources()
+        for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
+            total = needed.get(key, 0) * self.pool.engines
+            if total > found.get(name, 0):
+                raise ConfigError(
+                    f"{self.pool.engines} engines need {total:g} {name}s, and the Ray cluster has "
+                    f"{found.get(name, 0):g}; lower pool.engines or pool.cpus_per_engine"
+                )
+
+    def _begin(self, engine: _Engine) -> Any:
+        config = self.engine.model_copy(update={"seed": self.engine.seed + engine.number})
+        return engine.actor.start.remote(self.target, config)
+
+    def _actor(self) -> Any:
+        variables = {}
+        if not has_gpu() and self.pool.engines > 1:
+            # Engines that share a machine must not be bound to the same cores.
+            threads = max(1, int(self._resources()["num_cpus"]))
+            variables = {
+                "OMP_NUM_THREADS": str(threads),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            }
+        worker = ray.remote(EngineWorker).options(
+            **self._resources(), max_restarts=0, runtime_env={"env_vars": variables}
+        )
+        return worker.remote()
+
+    def _call(self, engine: _Engine) -> None:
+        requests = []
+        while self._queue and len(engine.requests) < self._capacity:
+            request = self._queue.popleft()
+            engine.requests[request.id] = request
+            requests.append(request)
+        if engine.requests:
+            engine.call = engine.actor.advance.remote(requests, self._steps)
+
+    def _receive(self, engine: _Engine) -> list[Completion]:
+        call, engine.call = engine.call, None
+        try:
+            advance: Advance = ray.get(call)
+        except RayError as error:
+            self._replace(engine, error)
+            return []
+        self.generated_tokens += advance.generated
+        self.read_tokens += advance.read
+        engine.pending_tokens = advance.pending_tokens
+        for completion in advance.finished:
+            del engine.requests[completion.id]
+        return advance.finished
+
+    def _replace(self, engine: _Engine, error: RayError) -> None:
+        """Start a new actor for one that died; its unfinished requests go first."""
+        self.restarts += 1
+        reason = str(_cause(error)).strip().splitlines()
+        summary = reason[-1] if reason else type(error).__name__
+        if self.restarts > MAX_RESTARTS:
+            raise RuntimeError(f"engines died {self.restarts} times, giving up: {summary}")
+        logger.warning("engine %d died (%s); starting it again", engine.number, summary)
+        self._queue.extendleft(reversed(engine.requests.values()))
+        engine.requests, engine.pending_tokens = {}, 0
+        ray.kill(engine.actor)
+        engine.actor = self._actor()
+        self._begin(engine)
+
+
+def start_ray(address: str | None = None) -> None:
+    """Connect to a Ray cluster, or start one that lives as long as this process.
+
+    Args:
+        address: of a running cluster; None takes $RAY_ADDRESS, else starts a local one.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    local = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
+    ray.init(
+        address=address,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        **(local if address == "local" else {}),
+    )
+
+
+def drain(
+    pool: EnginePool,
+    requests: Iterable[Request],
+    handle: Callable[[Completion], Iterable[Request]],
+) -> Iterator[None]:
+    """Run requests through a pool until all are done, never leaving an engine short of work.
+
+    Yields now and then, after completions were handled, so that the caller can report or stop.
+
+    Args:
+        pool: started.
+        requests: read lazily, as engines have room.
+        handle: called with each completion; what it returns is asked next (follow-up turns).
+    """
+    source = iter(requests)
+    exhausted = False
+    while True:
+        while not exhausted and pool.wanted:
+            request = next(source, None)
+            if request is None:
+                exhausted = True
+            else:
+                pool.submit(request)
+        if not pool.in_flight:
+            return
+        for completion in pool.collect():
+            for follow_up in handle(completion):
+                pool.submit(follow_up)
+        yield
+
+
+def _cause(error: RayError) -> Exception:
+    """The exception that a user should see for a Ray error."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, UserError):
+        return error.cause
+    return RuntimeError(str(error))
