@@ -4,8 +4,8 @@ Every block attends to its own range of the shared context rows and to rows of i
 rows and its own slots). One dense query-by-key matrix over all blocks would be quadratic, so
 blocks are taken in chunks: only the output and the log-sum-exp of each query are kept, and the
 backward pass recomputes the probabilities of a chunk at a time. Shapes: see `blocks.py`;
-G = H / K query heads share a key head, X = S * G queries of a block meet the same keys, and
-O is the number of a block's own rows.
+M blocks of a chunk, G = H / K query heads for each key head, X = S * G queries of a block that
+meet the same keys, L context rows of a chunk, O rows of a block's own.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _GPU_CHUNK = 64 << 20
 class Chunk:
     """Blocks `first <= block < last`, which attend to context rows within `low <= row < high`.
 
-    Rows below `high_all` are open to every block of the chunk; `blocked_ML`, over the rows
-    `high_all <= row < high`, marks those that are closed to a block.
+    Rows from `masked_from` on are open to some of the blocks only: `closed_MSL` marks, for the
+    rows `masked_from <= row < high`, where they are closed (S is 1 if all slots see the same).
     """
 
     first: int
     last: int
     low: int
-    high_all: int
     high: int
-    closed_ML: torch.Tensor | None
+    masked_from: int
+    closed_MSL: torch.Tensor | None
 
 
 def plan_chunks(
@@ -44,6 +44,8 @@ def plan_chunks(
     *,
     queries_per_block: int,
     device: torch.device,
+    window: int | None = None,
+    slots: int = 1,
     max_elements: int | None = None,
 ) -> list[Chunk]:
     """Split blocks into chunks whose score matrices stay below a bound.
@@ -55,26 +57,37 @@ def plan_chunks(
         starts, ends: context range of each block; `start <= end`.
         queries_per_block: slots times query heads.
         device: where the masks go.
+        window: slot s of a block stands at row `end + s` and sees only the last `window` rows up
+            to its own; None: all. The block's own rows must fit into the window.
+        slots: S, where there is a window.
         max_elements: bound on the scores of a chunk; at least one block is taken.
     """
     if max_elements is None:
         max_elements = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
+    reach = [
+        start if window is None else max(start, min(end, end - window + 1))
+        for start, end in zip(starts, ends, strict=True)
+    ]
     chunks = []
     first = 0
     while first < len(starts):
-        last, high = first + 1, ends[first]
+        last, low, high = first + 1, reach[first], ends[first]
         while last < len(starts) and starts[last] == starts[first]:
-            widest = max(high, ends[last]) - starts[first]
-            if (last + 1 - first) * queries_per_block * widest > max_elements:
+            wider = min(low, reach[last]), max(high, ends[last])
+            if (last + 1 - first) * queries_per_block * (wider[1] - wider[0]) > max_elements:
                 break
-            high = max(high, ends[last])
-            last += 1
-        high_all = min(ends[first:last])
+            (low, high), last = wider, last + 1
+        # Below the first end, rows are open to all blocks, unless a window hides some.
+        masked_from = min(ends[first:last]) if window is None else low
         closed = None
-        if high_all < high:
-            rows = torch.arange(high_all, high, device=device)
-            closed = rows[None, :] >= torch.tensor(ends[first:last], device=device)[:, None]
-        chunks.append(Chunk(first, last, starts[first], high_all, high, closed))
+        if masked_from < high:
+            rows_L = torch.arange(masked_from, high, device=device)
+            ends_M11 = torch.tensor(ends[first:last], device=device)[:, None, None]
+            closed = rows_L >= ends_M11
+            if window is not None:
+                oldest_S1 = torch.arange(slots, device=device)[:, None] - window + 1
+                closed = closed | (rows_L < ends_M11 + oldest_S1)
+        chunks.append(Chunk(first, last, low, high, masked_from, closed))
         first = last
     return chunks
 
@@ -87,37 +100,39 @@ def block_attention(
     own_value_AOKE: torch.Tensor,
     *,
     chunks: Sequence[Chunk],
-    own_closed_AO: torch.Tensor | None = None,
+    own_closed_ASO: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Attend from each block to its context range and to its own rows, not causally.
+    """Attend from each block to its context range and to its own rows.
 
     Args:
-        query_ASHE: queries, positions already applied; scores are scaled by `E ** -0.5`.
+        query_ASHE: queries, positions already applied.
         key_TKE, value_TKE: the shared context.
         own_key_AOKE, own_value_AOKE: rows that only the block itself sees.
         chunks: from `plan_chunks` for the same blocks.
-        own_closed_AO: own rows to hide; every block must keep at least one. None hides none.
+        own_closed_ASO: own rows to hide, with A and S 1 where they do not matter; every query
+            must keep at least one. None hides none.
+        scale: of the scores; default `E ** -0.5`.
 
     Returns:
         The attention output, [A, S, H, E], in the values' dtype.
     """
     dtype = value_TKE.dtype
+    if own_closed_ASO is not None:
+        own_closed_ASO = own_closed_ASO.expand(query_ASHE.shape[0], -1, -1)
     return _BlockAttention.apply(
         query_ASHE.to(dtype), key_TKE.to(dtype), value_TKE, own_key_AOKE.to(dtype),
-        own_value_AOKE.to(dtype), chunks, own_closed_AO,
+        own_value_AOKE.to(dtype), chunks, own_closed_ASO,
+        query_ASHE.shape[-1] ** -0.5 if scale is None else scale,
     )  # fmt: skip
 
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, own_key, own_value, chunks, own_closed):
-        A, S, H, E = query.shape
-        K = key.shape[1]
-        scale = E**-0.5
+    def forward(ctx, query, key, value, own_key, own_value, chunks, own_closed, scale):
+        S, K = query.shape[1], key.shape[1]
         # Key heads first, so that a chunk is one batched product without copies.
-        query_KAXE = (
-            (query * scale).view(A, S, K, H // K, E).permute(2, 0, 1, 3, 4).reshape(K, A, -1, E)
-        )
+        query_KAXE = _heads_first(query * scale, K)
         key_KTE, value_KTE = (x.transpose(0, 1).contiguous() for x in (key, value))
         own_key_KAOE, own_value_KAOE = (
             x.permute(2, 0, 1, 3).contiguous() for x in (own_key, own_value)
@@ -127,9 +142,8 @@ class _BlockAttention(torch.autograd.Function):
         for chunk in chunks:
             block = slice(chunk.first, chunk.last)
             scores, own_scores = _scores(
-                query_KAXE[:, block], key_KTE, own_key_KAOE[:, block], chunk,
-                None if own_closed is None else own_closed[block],
-            )  # fmt: skip
+                query_KAXE[:, block], key_KTE, own_key_KAOE[:, block], chunk, own_closed, S
+            )
             top = own_scores.amax(-1, keepdim=True)
             if scores is not None:
                 top = torch.maximum(top, scores.amax(-1, keepdim=True))
@@ -140,7 +154,8 @@ class _BlockAttention(torch.autograd.Function):
             if scores is not None:
                 total += scores.sum(-1, keepdim=True)
                 rows = slice(chunk.low, chunk.high)
-                out += (scores.to(value.dtype).flatten(1, 2) @ value_KTE[:, rows]).view_as(out)
+                context = scores.to(value.dtype).flatten(1, 2) @ value_KTE[:, rows]
+                out += context.view_as(out)
             out_KAXE[:, block] = out / total
             lse_KAX[:, block] = (top + total.log()).squeeze(-1)
         ctx.save_for_backward(
@@ -154,13 +169,7 @@ class _BlockAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         query, key, value, own_key, own_value, out, lse, own_closed = ctx.saved_tensors
-        K, A, X, E = query.shape
-        grad = (
-            grad.to(value.dtype)
-            .view(A, ctx.slots, K, -1, E)
-            .permute(2, 0, 1, 3, 4)
-            .reshape(K, A, X, E)
-        )
+        grad = _heads_first(grad.to(value.dtype), query.shape[0])
         grad_query = torch.empty_like(query)
         # Many chunks add to the same context rows: float32, whatever the inputs are.
         grad_key, grad_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
@@ -169,9 +178,8 @@ class _BlockAttention(torch.autograd.Function):
             block = slice(chunk.first, chunk.last)
             query_c, grad_c = query[:, block], grad[:, block]
             scores, own_scores = _scores(
-                query_c, key, own_key[:, block], chunk,
-                None if own_closed is None else own_closed[block],
-            )  # fmt: skip
+                query_c, key, own_key[:, block], chunk, own_closed, ctx.slots
+            )
             lse_c = lse[:, block, :, None]
             delta = (grad_c.float() * out[:, block].float()).sum(-1, keepdim=True)
 
@@ -200,26 +208,36 @@ class _BlockAttention(torch.autograd.Function):
             grad_own_value.permute(1, 2, 0, 3),
             None,
             None,
+            None,
         )
 
 
-def _scores(query_KMXE, key_KTE, own_key_KMOE, chunk, own_closed_MO):
+def _scores(query_KMXE, key_KTE, own_key_KMOE, chunk, own_closed_ASO, slots):
     """Scores of a chunk: with its context rows [K, M, X, L] or None, with its own [K, M, X, O]."""
     own = (query_KMXE @ own_key_KMOE.transpose(-1, -2)).float()
-    if own_closed_MO is not None:
-        own.masked_fill_(own_closed_MO[None, :, None, :], float("-inf"))
+    if own_closed_ASO is not None:
+        _close(own, own_closed_ASO[chunk.first : chunk.last], slots)
     if chunk.high == chunk.low:
         return None, own
     K, M, X, _ = query_KMXE.shape
     rows = key_KTE[:, chunk.low : chunk.high]
     scores = (query_KMXE.flatten(1, 2) @ rows.transpose(-1, -2)).float().view(K, M, X, -1)
-    if chunk.closed_ML is not None:
-        scores[..., chunk.high_all - chunk.low :].masked_fill_(
-            chunk.closed_ML[None, :, None, :], float("-inf")
-        )
+    if chunk.closed_MSL is not None:
+        _close(scores[..., chunk.masked_from - chunk.low :], chunk.closed_MSL, slots)
     return scores, own
 
 
+def _close(scores_KMXL: torch.Tensor, closed_MSL: torch.Tensor, slots: int) -> None:
+    """Hide keys, in place."""
+    by_slot_KMSGL = scores_KMXL.unflatten(2, (slots, -1))
+    by_slot_KMSGL.masked_fill_(closed_MSL[None, :, :, None], float("-inf"))
+
+
+def _heads_first(x_ASHE: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """[A, S, H, E] to [K, A, X, E]."""
+    return x_ASHE.unflatten(2, (key_heads, -1)).permute(2, 0, 1, 3, 4).flatten(2, 3).contiguous()
+
+
 def _slots_first(x_KAXE: torch.Tensor, slots: int) -> torch.Tensor:
-    K, A, _, E = x_KAXE.shape
-    return x_KAXE.view(K, A, slots, -1, E).permute(1, 2, 0, 3, 4).reshape(A, slots, -1, E)
+    """[K, A, X, E] to [A, S, H, E]."""
+    return x_KAXE.unflatten(2, (slots, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -29,19 +29,38 @@ class Context:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """Target states of the last round's rejected proposals, one set for each block.
+
+    Attributes:
+        hidden_ARC: the selected target layers' states, concatenated.
+        positions_AR: the positions that the rejected proposals had (RoPE).
+        valid_AR: which rows exist; the rest of a block's R rows is padding.
+    """
+
+    hidden_ARC: torch.Tensor
+    positions_AR: torch.Tensor
+    valid_AR: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Blocks:
-    """One block for each anchor, with the committed rows it may attend to.
+    """One block for each anchor, with the rows that it may attend to.
 
     Attributes:
         tokens_A: the anchor tokens.
         positions_A: their positions (RoPE); slot k of the block is at `positions_A + k`.
         starts_A, ends_A: the block attends to the context rows `starts <= row < ends`.
+        carried: rows that only the block itself sees.
+        hints_AS: carried tokens, which replace the mask at their slots; -1 where there is none.
     """
 
     tokens_A: torch.Tensor
     positions_A: torch.Tensor
     starts_A: torch.Tensor
     ends_A: torch.Tensor
+    carried: Carried | None = None
+    hints_AS: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.tokens_A.shape[0]

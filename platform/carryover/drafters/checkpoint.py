@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from speculators.config import SpeculatorModelConfig
 
+from carryover.drafters.carried import config_section, read_section
 from carryover.drafters.initial import initialise
 from carryover.drafters.models import DRAFTERS, BlockDrafter
 from carryover.drafters.target_weights import borrow_target_weights
@@ -101,9 +102,10 @@ def load(folder: str | Path, target: Target | None = None) -> BlockDrafter:
     """
     folder = Path(folder)
     values = read_config(folder)
+    section = values.pop("carryover", None)
     if target is None:
         target = _named_target(folder, values)
-    identity = _check_target(folder, values, target)
+    identity = _check_target(folder, values, section, target)
     try:
         config = SpeculatorModelConfig.from_dict(
             {**values, "enable_confidence_head": False, "confidence_head_with_markov": False}
@@ -116,6 +118,8 @@ def load(folder: str | Path, target: Target | None = None) -> BlockDrafter:
     config.sliding_window_non_causal = True
     config.speculators_config.verifier.name_or_path = target.path
     drafter = DRAFTERS[REGIMES[values["speculators_model_type"]]](config)
+    if section is not None:
+        drafter.add_carried_context(read_section(section))
     _load_weights(drafter, folder)
     borrow_target_weights(drafter, target, lm_head=False)
     drafter.target_identity = identity
@@ -153,7 +157,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         "parameters": parameters,
         "dtypes": sorted(dtypes),
         "weights_bytes": (folder / WEIGHTS).stat().st_size,
-        "target": _recorded_target(values, provenance)
+        "target": _recorded_target(values.get("carryover"), provenance)
         or {"name": values["speculators_config"]["verifier"]["name_or_path"]},
         "carryover": values.get("carryover"),
         "provenance": provenance,
@@ -215,6 +219,9 @@ def _config_values(drafter: BlockDrafter) -> dict[str, Any]:
     values = drafter.config.to_dict()
     values["architectures"] = [f"{'DSpark' if drafter.markov_head else 'DFlash'}DraftModel"]
     values.pop("auto_map", None)
+    values.pop("carryover", None)
+    if drafter.carried_settings is not None:
+        values["carryover"] = config_section(drafter.carried_settings, drafter.target_identity)
     values["dtype"] = str(next(drafter.layers.parameters()).dtype).removeprefix("torch.")
     return values
 
@@ -264,16 +271,18 @@ def _named_target(folder: Path, values: Mapping[str, Any]) -> Target:
 
 
 def _recorded_target(
-    values: Mapping[str, Any], provenance: Mapping[str, Any]
+    section: Mapping[str, Any] | None, provenance: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    return values.get("carryover", {}).get("target") or provenance.get("target")
+    return (section or {}).get("target") or provenance.get("target")
 
 
-def _check_target(folder: Path, values: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def _check_target(
+    folder: Path, values: Mapping[str, Any], section: Mapping[str, Any] | None, target: Target
+) -> dict[str, Any]:
     """The target's identity, if the checkpoint was made for it or, unrecorded, fits its shape."""
     identity = target.identity()
     provenance = _read_json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
-    recorded = _recorded_target(values, provenance)
+    recorded = _recorded_target(section, provenance)
     if recorded is None:
         layers = values["transformer_layer_config"]
         recorded = {key: layers.get(key) for key in ("hidden_size", "vocab_size")}

@@ -33,7 +33,7 @@ class LayerInputs:
         carried_ARD: fused carried rows, or None.
         context_rope, query_rope, own_rope: positions of the context, of the slots, and of a
             block's own rows (carried rows, then slots).
-        chunks, own_closed_AO: see `attention.py`.
+        chunks, own_closed_ASO: see `attention.py`.
     """
 
     context_TD: torch.Tensor
@@ -42,7 +42,7 @@ class LayerInputs:
     query_rope: Rope
     own_rope: Rope
     chunks: Sequence[Chunk]
-    own_closed_AO: torch.Tensor | None
+    own_closed_ASO: torch.Tensor | None
 
 
 class BlockDecoderLayer(Qwen3DFlashDecoderLayer):
@@ -72,6 +72,6 @@ class BlockDecoderLayer(Qwen3DFlashDecoderLayer):
             inputs.own_rope.rotate(own_key_AOKE),
             heads(attention.v_proj(own_AOD)),
             chunks=inputs.chunks,
-            own_closed_AO=inputs.own_closed_AO,
+            own_closed_ASO=inputs.own_closed_ASO,
         )
         return attention.o_proj(out_ASHE.flatten(-2))

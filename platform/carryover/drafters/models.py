@@ -20,9 +20,10 @@ from torch import nn
 
 from carryover.drafters.attention import plan_chunks
 from carryover.drafters.blocks import Blocks, Context
+from carryover.drafters.carried import CarriedSettings, Projector
 from carryover.drafters.layer import BlockDecoderLayer, LayerInputs, Rope
 from carryover.drafters.teacher import Teacher
-from carryover.errors import CheckpointError
+from carryover.errors import CheckpointError, ConfigError
 
 Result = TypeVar("Result")
 
@@ -39,6 +40,7 @@ class BlockDrafter(nn.Module):
             )
         return layer
 
+    carried_settings: CarriedSettings | None = None
     teacher_softcap: float | None = None
     target_identity: dict[str, Any] | None = None
 
@@ -100,35 +102,82 @@ class BlockDrafter(nn.Module):
         """
         return head(self, self._backbone(context, blocks))
 
+    def add_carried_context(self, settings: CarriedSettings) -> None:
+        """Turn a baseline drafter into a Carryover drafter that, so far, does the same.
+
+        The marker starts at zero and the projector as the identity.
+
+        Raises:
+            ConfigError: the drafter has carried context already, or nothing is to be carried.
+        """
+        if self.carried_settings is not None:
+            raise ConfigError(
+                "the drafter has carried context already; start from a baseline checkpoint"
+            )
+        if settings.carried == "nothing":
+            raise ConfigError("carried=nothing is a baseline drafter: leave carried context out")
+        like = self.fc.weight
+        if settings.mark == "embedding":
+            self.carryover_marker = nn.Parameter(torch.zeros_like(like[:, 0]))
+        elif settings.mark == "projector":
+            size = settings.projector_size or self.hidden_size * 3 // 2
+            settings = settings.model_copy(update={"projector_size": size})
+            self.carryover_projector = Projector(self.hidden_size, size).to(like)
+        self.carried_settings = settings
+
+    def _mark(self, x: torch.Tensor) -> torch.Tensor:
+        """Tell carried rows [..., D] from committed ones."""
+        if self.carried_settings.mark == "embedding":
+            return x + self.carryover_marker
+        if self.carried_settings.mark == "projector":
+            return self.carryover_projector(x)
+        return x
+
     def _backbone(self, context: Context, blocks: Blocks) -> torch.Tensor:
         slots = self.config.block_size
-        tokens_AS = torch.full(
-            (len(blocks), slots), self.mask_token_id, device=blocks.tokens_A.device
-        )
-        tokens_AS[:, 0] = blocks.tokens_A
         positions_AS = blocks.positions_A[:, None] + torch.arange(
             slots, device=blocks.positions_A.device
         )
-        hidden_ASD = self.embed_tokens(tokens_AS)
-        context_TD = self.hidden_norm(self.fc(context.hidden_TC.to(self.fc.weight.dtype)))
-        query_rope = self._rope(positions_AS, hidden_ASD)
+        hidden_ASD = self._embed(blocks)
+        query_rope = own_rope = self._rope(positions_AS, hidden_ASD)
+        carried_ARD = own_closed_ASO = None
+        # Without carried rows this is the baseline's computation, bit by bit.
+        if blocks.carried is not None:
+            fused_ARD = self.fc(blocks.carried.hidden_ARC.to(self.fc.weight.dtype))
+            carried_ARD = self.hidden_norm(self._mark(fused_ARD))
+            own_rope = self._rope(
+                torch.cat((blocks.carried.positions_AR, positions_AS), dim=1), hidden_ASD
+            )
+            own_closed_ASO = torch.cat(
+                (~blocks.carried.valid_AR, torch.zeros_like(positions_AS, dtype=torch.bool)), dim=1
+            )[:, None]
         inputs = LayerInputs(
-            context_TD=context_TD,
-            carried_ARD=None,
+            context_TD=self.hidden_norm(self.fc(context.hidden_TC.to(self.fc.weight.dtype))),
+            carried_ARD=carried_ARD,
             context_rope=self._rope(context.positions_T, hidden_ASD),
             query_rope=query_rope,
-            own_rope=query_rope,
+            own_rope=own_rope,
             chunks=plan_chunks(
                 blocks.starts_A.tolist(),
                 blocks.ends_A.tolist(),
                 queries_per_block=slots * self.config.transformer_layer_config.num_attention_heads,
                 device=hidden_ASD.device,
             ),
-            own_closed_AO=None,
+            own_closed_ASO=own_closed_ASO,
         )
         for layer in self.layers:
             hidden_ASD = layer(hidden_ASD, inputs)
         return self.norm(hidden_ASD)
+
+    def _embed(self, blocks: Blocks) -> torch.Tensor:
+        """Input of the first layer, [A, S, D]: anchor, masks, and carried tokens if any."""
+        tokens_AS = blocks.tokens_A[:, None].repeat(1, self.config.block_size)
+        tokens_AS[:, 1:] = self.mask_token_id
+        if blocks.hints_AS is None:
+            return self.embed_tokens(tokens_AS)
+        hinted_AS = blocks.hints_AS >= 0
+        hidden_ASD = self.embed_tokens(torch.where(hinted_AS, blocks.hints_AS, tokens_AS))
+        return torch.where(hinted_AS[..., None], self._mark(hidden_ASD), hidden_ASD)
 
     def _rope(self, positions: torch.Tensor, like: torch.Tensor) -> Rope:
         cos, sin = self.rotary_emb(like, positions.reshape(1, -1))

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 
 from carryover.drafters.blocks import Blocks
+from carryover.errors import DataError
 from carryover.training.batch import Batch
 
 
-def sample_anchors(
+def draw_anchors(
     batch: Batch, count: int, *, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """Draw distinct anchor rows, ascending; fewer than `count` where the responses are short.
@@ -24,11 +25,19 @@ def sample_anchors(
         generator: CPU generator, so that the draw is the same on every device.
 
     Returns:
-        Rows of the packed sequence, [A]; empty if no response has two tokens.
+        Rows of the packed sequence, [A].
+
+    Raises:
+        DataError: no response in the batch has two tokens.
     """
     rows = anchor_candidates(batch).nonzero().squeeze(-1)
-    if rows.shape[0] > count:
-        kept = torch.randperm(rows.shape[0], generator=generator)[:count].sort().values
+    if not len(rows):
+        raise DataError(
+            f"no anchor in a sequence of {len(batch)} tokens: no response in it has two tokens; "
+            "drop responses shorter than that, or raise the sequence length"
+        )
+    if len(rows) > count:
+        kept = torch.randperm(len(rows), generator=generator)[:count].sort().values
         rows = rows[kept.to(rows.device)]
     return rows
 
@@ -51,6 +60,28 @@ def anchored_blocks(batch: Batch, anchors_A: torch.Tensor) -> Blocks:
         starts_A=anchors_A - positions_A,
         ends_A=anchors_A,
     )
+
+
+def shift_anchors(
+    batch: Batch, anchors_A: torch.Tensor, accepted_A: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move anchors past what was accepted, to the correction or bonus token.
+
+    Returns:
+        Packed rows `anchor + a + 1` of the anchors that are still anchors there, ascending, and
+        which of the given anchors they come from.
+    """
+    shifted_A = anchors_A + accepted_A + 1
+    inside_A = shifted_A.clamp(max=len(batch) - 1)
+    document = batch.document_ids_T
+    stays_A = (
+        (shifted_A < len(batch))
+        & anchor_candidates(batch)[inside_A]
+        & (document[inside_A] == document[anchors_A])
+    )
+    kept = stays_A.nonzero().squeeze(1)
+    kept = kept[shifted_A[kept].argsort(stable=True)]
+    return shifted_A[kept], kept
 
 
 def block_labels(

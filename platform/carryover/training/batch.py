@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from carryover.drafters.blocks import Context
+
+if TYPE_CHECKING:
+    from carryover.training.verification import Prefix
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class Batch:
             `hidden_states[i]`.
         last_hidden_TD: input of the target's final norm (the teacher); may be None if the loss
             uses recorded tokens alone.
+        prefix: the target's keys and values of these rows, where the pass that made the states
+            kept them; saves `carryover_step` a second pass.
     """
 
     input_ids_T: torch.Tensor
@@ -30,6 +36,7 @@ class Batch:
     response_mask_T: torch.Tensor
     hidden_TC: torch.Tensor
     last_hidden_TD: torch.Tensor | None
+    prefix: Prefix | None = None
 
     def __len__(self) -> int:
         return self.input_ids_T.shape[0]
@@ -42,9 +49,10 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """Copy to a device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(
-            **{
-                name: None if value is None else value.to(device, non_blocking=True)
-                for name, value in values.items()
-            }
-        )
+        return Batch(**{name: _to(value, device) for name, value in values.items()})
+
+
+def _to(value: torch.Tensor | Prefix | None, device: torch.device | str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    return None if value is None else value.to(device)

@@ -12,8 +12,7 @@ from torch import nn
 from carryover.config import Config
 from carryover.drafters.blocks import Blocks
 from carryover.drafters.models import BlockDrafter
-from carryover.errors import DataError
-from carryover.training.anchors import anchored_blocks, block_labels, sample_anchors
+from carryover.training.anchors import anchored_blocks, block_labels, draw_anchors
 from carryover.training.batch import Batch
 from carryover.training.losses import LossSettings, block_loss, position_weights
 
@@ -29,9 +28,15 @@ class StepSettings(Config):
 class StepResult:
     """Loss with gradient, and detached scalars to log.
 
-    Metrics: `loss`, `loss/position_k` and `accuracy/position_k` for block positions k = 1..B,
-    `acceptance_length` (accepted run plus one, as speculators' `eal`), `anchors`, `tokens`
-    (supervised slots). Means over the step's supervised slots or anchors.
+    Metrics, means over the step's supervised slots or blocks:
+        loss, loss/position_k, accuracy/position_k: by block position k = 1..B; accuracy is the
+            share of slots whose most likely token is the teacher's (the recorded one, if no loss
+            term has a teacher).
+        acceptance_length: leading slots of a block that are accurate so, plus one (the `eal` of
+            speculators).
+        accepted_length: leading slots that predict the recorded tokens. Teacher forcing does not
+            matter to it: up to the first difference, a Markov chain of picks is the recorded one.
+        anchors, tokens: supervised blocks and slots, counts.
     """
 
     loss: torch.Tensor
@@ -56,12 +61,7 @@ def baseline_step(
     Raises:
         DataError: the batch has no anchor.
     """
-    anchors_A = sample_anchors(batch, settings.num_anchors, generator=generator)
-    if not len(anchors_A):
-        raise DataError(
-            f"no anchor in a sequence of {len(batch)} tokens: no response in it has two tokens; "
-            "drop responses shorter than that, or raise the sequence length"
-        )
+    anchors_A = draw_anchors(batch, settings.num_anchors, generator=generator)
     return supervise(drafter, batch, anchors_A, anchored_blocks(batch, anchors_A), settings.loss)
 
 
@@ -135,16 +135,26 @@ def _supervise_head(
         markov=drafter.markov_factors(batch.input_ids_T[rows_N - 1]),
     )
     truth_N = labels_N if slots.truth_P is None else slots.truth_P[positions_N]
-    metrics = {"loss": loss.detach()}
     correct_N = slots.predicted_N == truth_N
-    metrics |= _by_position(slots.loss_N, correct_N, block_position_N, drafter.proposal_length)
+    metrics = {
+        "loss": loss.detach(),
+        "acceptance_length": _mean_run(correct_N, slots_N, valid_AB) + 1,
+        "accepted_length": _mean_run(slots.predicted_N == labels_N, slots_N, valid_AB),
+        "anchors": valid_AB.any(1).sum(),
+        "tokens": valid_AB.sum(),
+        **_by_position(slots.loss_N, correct_N, block_position_N, drafter.proposal_length),
+    }
+    return StepResult(loss, metrics)
+
+
+def _mean_run(
+    correct_N: torch.Tensor, slots_N: torch.Tensor, valid_AB: torch.Tensor
+) -> torch.Tensor:
+    """Mean number of leading correct slots of the blocks that have a supervised slot."""
     correct_AB = torch.zeros_like(valid_AB).flatten()
     correct_AB[slots_N] = correct_N
     runs_A = correct_AB.view_as(valid_AB).long().cumprod(1).sum(1)
-    metrics["acceptance_length"] = runs_A[valid_AB.any(1)].float().mean() + 1
-    metrics["anchors"] = valid_AB.any(1).sum()
-    metrics["tokens"] = valid_AB.sum()
-    return StepResult(loss, metrics)
+    return runs_A.sum() / valid_AB.any(1).sum().clamp(min=1)
 
 
 def _by_position(

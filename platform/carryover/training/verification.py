@@ -1,0 +1,289 @@
+"""The frozen target over recorded sequences, and over the proposals of all their anchors at once.
+
+`read_target` runs the packed sequence once and keeps every layer's keys and values (the prefix).
+`verify` then runs the proposals of all anchors as one sequence of A * B rows in which each row
+attends to its anchor's prefix and, causally, to the earlier proposals of its own anchor. The
+block-diagonal mask over all proposals is never built, so work and memory are linear in anchors.
+
+Both replace the attention function of the model through transformers' `AttentionInterface`, so
+any causal language model that takes its attention from there works, in its own positions (RoPE),
+sliding windows included. What would change the rule (attention soft caps, sinks, chunked or
+linear attention, models that are not causal) is refused. Shapes: see drafters/blocks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel
+
+from carryover.drafters.attention import Chunk, block_attention, plan_chunks
+from carryover.drafters.blocks import Blocks
+from carryover.errors import TargetError
+
+_IMPLEMENTATION = "carryover"
+# Logits held at a time, in elements: 64 MiB of float32.
+_MAX_LOGITS = 16 << 20
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+# One layer's attention: (layer index, query, key, value, scale, window) to output; heads second,
+# as transformers has them.
+_Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], torch.Tensor]
+_ATTEND: ContextVar[_Attend] = ContextVar("carryover_attention")
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values of a packed sequence by layer index, each [T, K, E], RoPE applied."""
+
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+    def to(self, device: torch.device | str) -> Prefix:
+        """Copy to a device."""
+        return Prefix(
+            {
+                layer: (key.to(device), value.to(device))
+                for layer, (key, value) in self.layers.items()
+            }
+        )
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """States of some rows. Layer id i is transformers' `hidden_states[i]`.
+
+    Attributes:
+        hidden_NC: the selected layers' states, concatenated.
+        last_hidden_ND: input of the final norm.
+    """
+
+    hidden_NC: torch.Tensor
+    last_hidden_ND: torch.Tensor
+
+
+@torch.no_grad()
+def read_target(
+    model: PreTrainedModel,
+    *,
+    input_ids_T: torch.Tensor,
+    position_ids_T: torch.Tensor,
+    layer_ids: Sequence[int],
+) -> tuple[TargetStates, Prefix]:
+    """Run the target over packed documents that do not see each other.
+
+    Args:
+        model: the frozen target.
+        input_ids_T: token ids.
+        position_ids_T: positions; each 0 begins a document.
+        layer_ids: which states to return.
+
+    Raises:
+        TargetError: an architecture that is not supported.
+    """
+    starts = (position_ids_T == 0).nonzero().squeeze(1).tolist()
+    documents = [
+        slice(low, high)
+        for low, high in zip(starts, [*starts[1:], len(position_ids_T)], strict=True)
+    ]
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(layer, query, key, value, scale, window):
+        layers[layer] = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        parts = [
+            _causal(query[:, :, rows], key[:, :, rows], value[:, :, rows], scale, window)
+            for rows in documents
+        ]
+        return torch.cat(parts, dim=2)
+
+    states = _run(model, input_ids_T, position_ids_T, layer_ids, attend)
+    return states, Prefix(layers)
+
+
+@torch.no_grad()
+def verify(
+    model: PreTrainedModel,
+    *,
+    prefix: Prefix,
+    blocks: Blocks,
+    tokens_AB: torch.Tensor,
+    layer_ids: Sequence[int],
+) -> TargetStates:
+    """Run the target over the proposals after every anchor.
+
+    Args:
+        model: the frozen target.
+        prefix: of the packed sequence that the anchors lie in.
+        blocks: the anchors. The anchor itself is the recorded token at packed row `ends_A`, so
+            its proposals attend to the rows `starts_A .. ends_A`, both included.
+        tokens_AB: proposals.
+        layer_ids: which states to return.
+
+    Returns:
+        States of the proposals, [A, B, ...].
+
+    Raises:
+        TargetError: an architecture that is not supported, or a window shorter than B.
+    """
+    A, B = tokens_AB.shape
+    positions_AB = blocks.positions_A[:, None] + torch.arange(1, B + 1, device=tokens_AB.device)
+    starts, ends = blocks.starts_A.tolist(), (blocks.ends_A + 1).tolist()
+    later_1BB = torch.ones(B, B, dtype=torch.bool, device=tokens_AB.device).triu(1)[None]
+    plans: dict[int | None, list[Chunk]] = {}
+
+    def attend(layer, query, key, value, scale, window):
+        if window is not None and window < B:
+            raise TargetError(
+                f"the target's sliding window of {window} rows is shorter than the {B} proposals"
+            )
+        if window not in plans:
+            plans[window] = plan_chunks(
+                starts,
+                ends,
+                queries_per_block=B * query.shape[1],
+                device=query.device,
+                window=window,
+                slots=B,
+            )
+        prefix_key_TKE, prefix_value_TKE = prefix.layers[layer]
+        by_block = [x[0].transpose(0, 1).unflatten(0, (A, B)) for x in (query, key, value)]
+        out_ABHE = block_attention(
+            by_block[0],
+            prefix_key_TKE,
+            prefix_value_TKE,
+            *by_block[1:],
+            chunks=plans[window],
+            own_closed_ASO=later_1BB,
+            scale=scale,
+        )
+        return out_ABHE.flatten(0, 1).transpose(0, 1)[None]
+
+    states = _run(model, tokens_AB.flatten(), positions_AB.flatten(), layer_ids, attend)
+    return TargetStates(
+        states.hidden_NC.unflatten(0, (A, B)), states.last_hidden_ND.unflatten(0, (A, B))
+    )
+
+
+@torch.no_grad()
+def predictions(model: PreTrainedModel, last_hidden_ABD: torch.Tensor) -> torch.Tensor:
+    """The target's most likely next token after each row, [A, B], a few rows' logits at a time."""
+    norm, head = model.get_decoder().norm, model.get_output_embeddings()
+    rows = last_hidden_ABD.flatten(0, 1)
+    size = max(1, _MAX_LOGITS // head.weight.shape[0])
+    return torch.cat([head(norm(part)).argmax(-1) for part in rows.split(size)]).view(
+        last_hidden_ABD.shape[:2]
+    )
+
+
+def _run(
+    model: PreTrainedModel,
+    input_ids_N: torch.Tensor,
+    position_ids_N: torch.Tensor,
+    layer_ids: Sequence[int],
+    attend: _Attend,
+) -> TargetStates:
+    decoder = model.get_decoder()
+    _check_architecture(decoder)
+    with _attention(decoder, attend), _captured(decoder, layer_ids) as seen:
+        decoder(input_ids=input_ids_N[None], position_ids=position_ids_N[None], use_cache=False)
+    hidden_NC = torch.cat([seen[layer_id][0] for layer_id in layer_ids], dim=-1)
+    return TargetStates(hidden_NC, seen[-1][0])
+
+
+@contextmanager
+def _attention(decoder: nn.Module, attend: _Attend) -> Iterator[None]:
+    """Let the decoder's layers attend through `attend`."""
+    AttentionInterface.register(_IMPLEMENTATION, _interface)
+    config = decoder.config
+    before = config._attn_implementation
+    token = _ATTEND.set(attend)
+    # No mask function is registered under this name, so transformers builds no mask.
+    config._attn_implementation = _IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        _ATTEND.reset(token)
+
+
+@contextmanager
+def _captured(decoder: nn.Module, layer_ids: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Collect the inputs of layers by index, and of the final norm as -1, during a forward pass."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def keep(key: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            seen[key] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    modules = {layer_id: decoder.layers[layer_id] for layer_id in layer_ids} | {-1: decoder.norm}
+    hooks = [
+        module.register_forward_pre_hook(keep(key), with_kwargs=True)
+        for key, module in modules.items()
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _check_architecture(decoder: nn.Module) -> None:
+    name = type(decoder).__name__
+    config = decoder.config
+    if not hasattr(decoder, "layers") or not hasattr(decoder, "norm"):
+        raise TargetError(f"{name} has no decoder layers and final norm to read states from")
+    kinds = set(getattr(config, "layer_types", None) or []) - _KNOWN_LAYER_TYPES
+    if kinds:
+        raise TargetError(f"{name} has layers of type {', '.join(sorted(kinds))}, not supported")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise TargetError(f"{name} caps its attention scores, which is not supported")
+
+
+def _interface(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: heads second in, rows second out."""
+    name = type(module).__name__
+    if attention_mask is not None:
+        raise TargetError(f"{name} brings an attention mask of its own, which is not supported")
+    if not getattr(module, "is_causal", True):
+        raise TargetError(f"{name} is not causal")
+    if others.get("s_aux") is not None or others.get("softcap") is not None:
+        raise TargetError(f"{name} uses attention sinks or soft caps, which are not supported")
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    attend = _ATTEND.get()
+    out = attend(module.layer_idx, query, key, value, scaling, sliding_window)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention within one document, [1, heads, rows, E]."""
+    rows = query.shape[2]
+    mask = None
+    if window is not None and rows > window:
+        mask = torch.ones(rows, rows, dtype=torch.bool, device=query.device)
+        mask = mask.tril().triu(1 - window)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
