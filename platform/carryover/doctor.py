@@ -390,6 +390,8 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def _brief(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1][:300] if lines else ''}"
 
