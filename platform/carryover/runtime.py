@@ -42,6 +42,15 @@ def has_gpu() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
+def has_fast_bfloat16() -> bool:
+    """Whether the CPU has matrix instructions for bfloat16 (AVX512-BF16 or AMX)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
 def usable_cores() -> list[int]:
     """One logical CPU per physical core among those that this process may run on."""
     allowed = (

@@ -1,5 +1,113 @@
+"""`platform train`: a drafter from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
+from carryover.commands.options import (
+    ConfigOption,
+    DryRunOption,
+    SetOption,
+    TrackingUriOption,
+    examples,
+    show_config,
+)
 
-def register(app: typer.Typer) -> None:
-    pass
+if TYPE_CHECKING:
+    from carryover.training.config import TrainConfig
+
+app = typer.Typer(no_args_is_help=True, help="Train drafters through Ray Train.")
+
+DataOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--data", "-d", metavar="PATH", help="Responses of the target: Parquet or JSON lines."
+    ),
+]
+NameOption = Annotated[
+    str | None,
+    typer.Option("--name", metavar="NAME", help="Name of the run: a folder below runs/train."),
+]
+RestartOption = Annotated[
+    bool, typer.Option("--restart", help="Delete the run of this name and train it again.")
+]
+SkipVerifyOption = Annotated[
+    bool,
+    typer.Option("--skip-verify", help="Do not load the drafter into vLLM before the first step."),
+]
+
+
+@app.command(
+    epilog=examples(
+        "platform train baseline --config jobs/configs/embedded.yaml --data runs/data/responses",
+        "platform train baseline -c jobs/configs/embedded.yaml -d FILE.jsonl --set max_steps=200",
+        "platform train baseline -c jobs/configs/embedded.yaml --set optimizer.lr=1e-3 --dry-run",
+    )
+)
+def baseline(
+    config: ConfigOption = None,
+    data: DataOption = None,
+    name: NameOption = None,
+    set_: SetOption = None,
+    restart: RestartOption = False,
+    skip_verify: SkipVerifyOption = False,
+    dry_run: DryRunOption = False,
+    tracking_uri: TrackingUriOption = None,
+) -> None:
+    """Train a DFlash or Markov drafter from scratch.
+
+    The same command again continues a run that was stopped or killed, and reuses a finished one.
+    Ctrl-C stops after the current step and leaves a checkpoint.
+    """
+    _run("baseline", config, data, name, set_, restart, skip_verify, dry_run, tracking_uri)
+
+
+def _run(
+    kind: str,
+    config: Path | None,
+    data: Path | None,
+    name: str | None,
+    overrides: list[str] | None,
+    restart: bool,
+    skip_verify: bool,
+    dry_run: bool,
+    tracking_uri: str | None,
+) -> None:
+    from carryover.guardian import guard
+    from carryover.runtime import engine_environment
+
+    if not dry_run:
+        guard(environment=engine_environment())
+    settings = _settings(config, data, name, overrides, skip_verify)
+    if dry_run:
+        show_config(settings)
+        return
+    from jobs.train import train
+
+    train(settings, kind=kind, restart=restart, tracking_uri=tracking_uri)
+
+
+def _settings(
+    config: Path | None,
+    data: Path | None,
+    name: str | None,
+    overrides: list[str] | None,
+    skip_verify: bool,
+) -> TrainConfig:
+    from carryover.training.config import TrainConfig
+
+    values = list(overrides or [])
+    for key, value in (("data", data), ("name", name)):
+        if value is not None:
+            values.append(f"{key}={str(value)!r}")
+    if skip_verify:
+        values.append("verify_first=false")
+    return TrainConfig.load(config, overrides=values)
+
+
+def register(root: typer.Typer) -> None:
+    """Add the command group."""
+    root.add_typer(app, name="train")

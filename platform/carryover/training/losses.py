@@ -61,6 +61,13 @@ class LossSettings(Config):
         return bool(self.kl or self.tv)
 
 
+class StepSettings(Config):
+    """What one training step does with a packed sequence."""
+
+    num_anchors: int = Field(default=64, ge=1, description="anchors per packed sequence")
+    loss: LossSettings = LossSettings()
+
+
 def position_weights(positions: torch.Tensor, gamma: float) -> torch.Tensor:
     """Weight of block position k = 1..B: exp(-(k-1)/gamma)."""
     return torch.exp(-(positions.float() - 1) / gamma)

@@ -6,22 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from pydantic import Field
 from torch import nn
 
-from carryover.config import Config
 from carryover.drafters.blocks import Blocks
 from carryover.drafters.models import BlockDrafter
 from carryover.training.anchors import anchored_blocks, block_labels, draw_anchors
 from carryover.training.batch import Batch
-from carryover.training.losses import LossSettings, block_loss, position_weights
-
-
-class StepSettings(Config):
-    """What one training step does with a packed sequence."""
-
-    num_anchors: int = Field(default=64, ge=1, description="anchors per packed sequence")
-    loss: LossSettings = LossSettings()
+from carryover.training.losses import LossSettings, StepSettings, block_loss, position_weights
 
 
 @dataclass(frozen=True)

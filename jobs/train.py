@@ -1,0 +1,208 @@
+"""The training job: checks, the run's folder, workers through Ray Train, records.
+
+The training itself is plain torch in `carryover.training`. Ray Train V2 places the workers, sets up
+their process group, and starts them again when one is lost. Checkpoints are the run folder's own
+(whole by renaming, without pickles, the same with and without Ray), so what a run resumes from is
+always said, and never Ray's silent choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from carryover import provenance
+from carryover.drafters import checkpoint
+from carryover.errors import ConfigError
+from carryover.runtime import has_fast_bfloat16
+from carryover.targets import resolve
+from carryover.tracking import Run, Tracker
+from carryover.training.config import TrainConfig
+from carryover.training.loop import planned_steps
+from carryover.training.packing import Schedule
+from carryover.training.session import Assignment, Data, Kind, load_data, state_cache
+from carryover.training.snapshots import Progress
+from jobs.run_folder import RunFolder
+from jobs.train_records import Recorder
+from jobs.train_view import View
+from jobs.train_workers import run_workers
+from jobs.verification import verify_in_vllm
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training run came to.
+
+    Attributes:
+        run_folder: holds `best` and `last`, which are drafter checkpoints.
+        progress: where the run stands.
+        reused: whether it had been finished before.
+    """
+
+    run_folder: Path
+    progress: Progress
+    reused: bool
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint with the best held-out acceptance length."""
+        return self.run_folder / "best"
+
+    @property
+    def last(self) -> Path:
+        """The newest checkpoint."""
+        return self.run_folder / "last"
+
+
+def train(
+    config: TrainConfig,
+    *,
+    kind: Kind = "baseline",
+    restart: bool = False,
+    tracking_uri: str | None = None,
+    view: View | None = None,
+) -> Outcome:
+    """Run a training job to its end; continue it if its folder holds a part of it.
+
+    Args:
+        config: the run's settings; relative paths are relative to the working folder.
+        kind: which training.
+        restart: delete the run of this name first.
+        tracking_uri: see `carryover.tracking.store_uri`.
+        view: shows what happens; default: on stderr.
+
+    Raises:
+        UserError: wrong input, data, target or settings.
+        KeyboardInterrupt: stopped by the user, after a checkpoint was written.
+    """
+    view = view or View()
+    if config.data is None:
+        raise ConfigError(
+            "no responses to train on; give --data PATH, made with `platform data regenerate`"
+        )
+    config = config.resolved(fast_bfloat16=has_fast_bfloat16())
+    tracker = Tracker(tracking_uri)
+    tracker.open(config.experiment)
+    assignment = _assign(config, kind)
+    data = load_data(assignment)
+    folder = RunFolder(assignment.run_folder, keep=config.checkpoints.keep)
+    if restart:
+        folder.delete()
+    view.data(assignment, data)
+    identity = _identity(assignment, data)
+    if folder.exists:
+        folder.require_same(identity)
+        progress = folder.progress()
+        if progress and progress.finished:
+            view.reused(folder.path, progress)
+            return Outcome(folder.path, progress, reused=True)
+        view.resumed(folder.path, progress)
+    else:
+        view.stage("making the drafter")
+        folder.create(identity, lambda path: _initialise(assignment, data, path))
+    description = checkpoint.describe(folder.initial)
+    num_steps = planned_steps(
+        config,
+        Schedule(len(data.packs), packs_per_step=config.batch.packs_per_step, seed=config.seed),
+    )
+    view.plan(description, folder.path, num_steps)
+    cache = state_cache(assignment, data, description["target_layer_ids"])
+    if cache is not None:
+        view.cache(cache)
+        cache.require_room()
+    record = folder.record()
+    with tracker.run(
+        experiment=config.experiment,
+        name=config.name,
+        tags={"carryover.training": kind, "carryover.run_folder": str(folder.path)},
+        run_id=_known_run(record, tracker),
+    ) as run:
+        folder.update({"mlflow_run_id": run.id, "mlflow_uri": tracker.uri})
+        _describe_run(run, assignment, data, description, num_steps)
+        if config.verify_first and not record.get("verified"):
+            view.stage("loading the untrained drafter into vLLM with its target")
+            view.verified(verify_in_vllm(folder.initial, assignment.target))
+            folder.update({"verified": True})
+        with view.progress(num_steps, cache):
+            run_workers(assignment, Recorder(run, view, num_steps))
+        progress = folder.progress() or Progress(num_steps=num_steps)
+        run.log_dict(checkpoint.describe(folder.path / "last"), "checkpoint.json")
+        _summarise(run, progress)
+    view.finished(folder.path, progress, kind)
+    return Outcome(folder.path, progress, reused=False)
+
+
+def _assign(config: TrainConfig, kind: Kind) -> Assignment:
+    """Resolve the target and make every path absolute: workers run elsewhere."""
+    hidden_states = config.hidden_states.model_copy(
+        update={"cache_folder": str(Path(config.hidden_states.cache_folder).absolute())}
+    )
+    return Assignment(
+        config=config.model_copy(update={"hidden_states": hidden_states}),
+        kind=kind,
+        target=resolve(config.target),
+        data=Path(config.data).absolute(),
+        run_folder=(Path(config.runs_folder) / config.name).absolute(),
+    )
+
+
+def _identity(assignment: Assignment, data: Data) -> dict[str, Any]:
+    """What must stay the same for a run to be continued."""
+    target = {k: v for k, v in assignment.target.identity().items() if k != "name"}
+    return {
+        "training": assignment.kind,
+        "target": target,
+        "data_sha256": data.corpus.sha256(data.corpus.usable),
+        "settings": assignment.config.fingerprint(),
+    }
+
+
+def _initialise(assignment: Assignment, data: Data, folder: Path) -> None:
+    config, target = assignment.config, assignment.target
+    counts = data.corpus.token_counts(data.split.train_N, target.identity()["vocab_size"])
+    drafter = checkpoint.initialise(
+        config.regime,
+        target,
+        config.drafter,
+        token_counts={token: int(counts[token]) for token in counts.nonzero()[0].tolist()},
+        seed=config.seed,
+    )
+    record = {"training": assignment.kind, "run": config.name, "step": 0, **provenance.collect()}
+    checkpoint.save(drafter, folder, record)
+
+
+def _known_run(record: Mapping[str, Any], tracker: Tracker) -> str | None:
+    """The MLflow run to continue, if the run was recorded in the same store."""
+    return record.get("mlflow_run_id") if record.get("mlflow_uri") == tracker.uri else None
+
+
+def _describe_run(
+    run: Run, assignment: Assignment, data: Data, description: Mapping[str, Any], num_steps: int
+) -> None:
+    settings = assignment.config.model_dump(mode="json")
+    run.log_params({**settings, "training": assignment.kind, "num_steps": num_steps})
+    run.log_text(assignment.config.to_yaml(), "config.yaml")
+    kept = {key: value for key, value in description.items() if key != "provenance"}
+    run.log_dict(kept, "drafter.json")
+    run.log_dict(
+        {
+            "path": str(assignment.data),
+            "rows": len(data.corpus.row_ids),
+            "dropped": data.corpus.num_dropped,
+            "cut": data.corpus.num_cut,
+            "train_rows": len(data.split.train_N),
+            "held_out_rows": len(data.split.held_out_N),
+            "packs": len(data.packs),
+        },
+        "data.json",
+    )
+
+
+def _summarise(run: Run, progress: Progress) -> None:
+    summary = {"steps": progress.step, "trained_s": progress.trained_s, "tokens": progress.tokens}
+    if progress.best:
+        summary["best/acceptance_length"] = progress.best["acceptance_length"]
+        summary["best/step"] = progress.best["step"]
+    run.log_metrics({f"summary/{name}": value for name, value in summary.items()}, progress.step)

@@ -1,0 +1,49 @@
+"""What each worker of a training job runs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+
+from carryover.errors import UserError
+from carryover.training.session import Assignment, build_loop
+from carryover.training.workers import Workers
+from jobs.board import BoardReporter
+
+
+def train_worker(told: dict[str, Any]) -> None:
+    """Train until the end or until asked to stop; everything is reported to the board.
+
+    Args:
+        told: `assignment` and `board`.
+    """
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    assignment: Assignment = told["assignment"]
+    reporter = BoardReporter(told["board"])
+    context = ray.train.get_context()
+    workers = Workers(
+        rank=context.get_world_rank(),
+        size=context.get_world_size(),
+        device=ray.train.torch.get_device(),
+        parallelism=assignment.config.parallelism,
+    )
+    if workers.device.type == "cuda":
+        torch.cuda.set_device(workers.device)
+    try:
+        if workers.is_first:
+            reporter.report({"kind": "stage", "name": "loading the target and the drafter"})
+        loop = build_loop(assignment, workers=workers, reporter=reporter)
+        if workers.is_first:
+            reporter.report({"kind": "stage", "name": "training", "step": loop.progress.step})
+        loop.run()
+    except UserError as error:
+        # The driver shows it as it is; Ray would wrap it in tracebacks.
+        reporter.report({"kind": "error", "type": type(error).__name__, "message": str(error)})
+        raise
+    # A barrier, and what Ray Tune reads.
+    ray.train.report({**loop.progress.evaluation, "step": loop.progress.step})

@@ -1,0 +1,153 @@
+"""Runs the workers of a training job through Ray Train and relays what they report."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import ray
+from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train.torch import TorchTrainer
+
+from carryover import errors
+from carryover.errors import EnvironmentProblem, UserError
+from carryover.runtime import usable_cores
+from carryover.training.config import ResourceSettings
+from carryover.training.session import Assignment
+from jobs.board import Board
+from jobs.engine_pool import start_ray
+from jobs.train_records import Recorder
+from jobs.train_worker import train_worker
+
+POLL_S = 0.2
+
+
+def run_workers(assignment: Assignment, recorder: Recorder) -> None:
+    """Train until the workers are done.
+
+    Raises:
+        UserError: a worker found wrong input, or the cluster cannot hold the workers.
+        KeyboardInterrupt: asked to stop by Ctrl-C or SIGTERM; a checkpoint was written first.
+        RuntimeError: workers failed more often than `resources.max_restarts` allows.
+    """
+    owns_ray = not ray.is_initialized()
+    if owns_ray:
+        start_ray(assignment.config.resources.address)
+    try:
+        _run(assignment, recorder)
+    finally:
+        if owns_ray:
+            ray.shutdown()
+
+
+def _run(assignment: Assignment, recorder: Recorder) -> None:
+    resources = assignment.config.resources
+    per_worker = _resources_per_worker(resources)
+    require_resources(resources.num_workers, per_worker)
+    board = ray.remote(Board).options(num_cpus=0).remote()
+    trainer = _trainer(assignment, per_worker, board)
+    failure: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            failure.append(error)
+
+    # In a thread of its own, because in the main thread Ray answers Ctrl-C by ending the workers
+    # at once, and they shall write a checkpoint first.
+    thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+    thread.start()
+    stopping = False
+    while True:
+        try:
+            alive = thread.is_alive()
+            for event in ray.get(board.take.remote()):
+                recorder.take(event)
+            if not alive:
+                break
+            thread.join(POLL_S)
+        except KeyboardInterrupt:
+            if stopping:
+                raise
+            stopping = True
+            recorder.view.stopping()
+            board.request_stop.remote()
+    if recorder.error is not None:
+        kind, message = recorder.error
+        raise getattr(errors, kind, UserError)(message)
+    if failure:
+        raise _explained(failure[0], resources, per_worker) from failure[0]
+    if stopping:
+        raise KeyboardInterrupt
+
+
+def _trainer(
+    assignment: Assignment, per_worker: dict[str, float], board: ray.actor.ActorHandle
+) -> TorchTrainer:
+    resources = assignment.config.resources
+    # Read by Ray Train's controller; there is no argument for it.
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(resources.start_timeout_s)
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
+    threads = str(max(1, int(per_worker["CPU"])))
+    return TorchTrainer(
+        train_worker,
+        train_loop_config={"assignment": assignment, "board": board},
+        scaling_config=ScalingConfig(
+            num_workers=resources.num_workers,
+            use_gpu=resources.gpus_per_worker > 0,
+            resources_per_worker=per_worker,
+        ),
+        run_config=RunConfig(
+            storage_path=str(assignment.run_folder),
+            name=".ray",
+            failure_config=FailureConfig(
+                max_failures=resources.max_restarts, controller_failure_limit=0
+            ),
+            worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": threads}},
+            logging_config=LoggingConfig(log_level="ERROR"),
+        ),
+    )
+
+
+def _resources_per_worker(resources: ResourceSettings) -> dict[str, float]:
+    cpus = resources.cpus_per_worker
+    if cpus is None:
+        cpus = max(1, len(usable_cores()) // resources.num_workers)
+    found = {"CPU": cpus}
+    if resources.gpus_per_worker:
+        found["GPU"] = resources.gpus_per_worker
+    return found
+
+
+def require_resources(num_workers: int, per_worker: dict[str, float]) -> None:
+    """Check that the cluster can ever hold the workers: Ray would wait for ever.
+
+    Raises:
+        EnvironmentProblem: it cannot.
+    """
+    has = ray.cluster_resources()
+    for name, amount in per_worker.items():
+        if amount * num_workers > has.get(name, 0):
+            raise EnvironmentProblem(
+                f"{num_workers} workers with {amount:g} {name} each need "
+                f"{amount * num_workers:g} {name}, and the Ray cluster has {has.get(name, 0):g}; "
+                "lower resources.num_workers, resources.cpus_per_worker or "
+                "resources.gpus_per_worker, or give resources.address of a larger cluster"
+            )
+
+
+def _explained(
+    error: BaseException, resources: ResourceSettings, per_worker: dict[str, float]
+) -> Exception:
+    """What a user should see of Ray Train's errors."""
+    if isinstance(error, ray.train.ControllerError):
+        free = {name: ray.available_resources().get(name, 0) for name in per_worker}
+        return EnvironmentProblem(
+            f"the cluster did not provide {resources.num_workers} workers with {per_worker} within "
+            f"{resources.start_timeout_s:g} s (resources.start_timeout_s); free now: {free}. "
+            "Stop what holds them, or ask for less"
+        )
+    if isinstance(error, TrainingFailedError):
+        return RuntimeError(str(error))
+    return RuntimeError(f"Ray Train failed: {error}")

@@ -1,0 +1,76 @@
+"""The optimizer and its learning-rate schedule, both plain functions of their settings.
+
+The learning rate is a function of the step, not an object with state, so a resumed run has nothing
+to restore and nothing to get wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from carryover.config import Config
+
+
+class OptimizerSettings(Config):
+    """AdamW and its schedule."""
+
+    lr: float = Field(6e-4, gt=0, description="Peak learning rate.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean gradient.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the squared gradient.")
+    weight_decay: float = Field(
+        0.01, ge=0, description="Decay of matrices; norms and single vectors never decay."
+    )
+    warmup_ratio: float = Field(
+        0.04, ge=0, lt=1, description="Share of the steps in which the rate rises from 0 to lr."
+    )
+    final_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="The cosine ends at this share of lr."
+    )
+    clip_norm: float = Field(
+        1.0, gt=0, description="Largest global gradient norm; a larger one is scaled down to it."
+    )
+    max_skipped_steps: int = Field(
+        10,
+        ge=0,
+        description="Steps with a non-finite loss or gradient that are skipped before giving up.",
+    )
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings
+) -> torch.optim.AdamW:
+    """AdamW over the parameters that require a gradient."""
+    trainable = [p for _, p in named_parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        foreach=True,
+    )
+
+
+def learning_rate(step: int, *, num_steps: int, settings: OptimizerSettings) -> float:
+    """Rate of this step (from 0): linear warm-up to the peak, then half a cosine to the end."""
+    warmup = math.ceil(settings.warmup_ratio * num_steps)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+    share = settings.final_lr_ratio + (1 - settings.final_lr_ratio) * (
+        0.5 + 0.5 * math.cos(math.pi * progress)
+    )
+    return settings.lr * share
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use this rate in the next step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,193 @@
+"""From a configuration to a loop that is ready to run: data, target states, drafter.
+
+The driver of a job uses the first half to check and to estimate; each worker uses all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from carryover import provenance
+from carryover.data.responses import read_responses, require_target
+from carryover.drafters import checkpoint
+from carryover.targets import Target
+from carryover.training.config import TrainConfig
+from carryover.training.evaluate import evaluate
+from carryover.training.loop import Material, Reporter, TrainingLoop
+from carryover.training.packing import Corpus, Split, pack, split
+from carryover.training.snapshots import Progress, Snapshots
+from carryover.training.states import OnlineStates, StateCache, StateSource, weights_fingerprint
+from carryover.training.step import baseline_step
+from carryover.training.workers import Workers
+
+Kind = Literal["baseline"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What every worker of a job is told.
+
+    Attributes:
+        config: the run's settings.
+        kind: which training it is.
+        target: the frozen target.
+        data: absolute path of the responses.
+        run_folder: absolute path, the same on all workers.
+    """
+
+    config: TrainConfig
+    kind: Kind
+    target: Target
+    data: Path
+    run_folder: Path
+
+
+@dataclass(frozen=True)
+class Data:
+    """The rows of a run.
+
+    Attributes:
+        corpus: their tokens.
+        split: which are trained on, which are held out.
+        packs: rows of each training pack.
+        held_out: rows of each evaluation pack.
+    """
+
+    corpus: Corpus
+    split: Split
+    packs: list[np.ndarray]
+    held_out: list[np.ndarray]
+
+
+def load_data(assignment: Assignment) -> Data:
+    """Read, check, split and pack the responses.
+
+    Raises:
+        DataError: unreadable, made by another target, or nothing to train on.
+    """
+    config = assignment.config
+    table = read_responses(assignment.data)
+    require_target(table, assignment.target.identity(), source=assignment.data)
+    capacity = config.batch.sequence_length
+    corpus = Corpus(table, max_tokens=capacity)
+    parts = split(
+        corpus,
+        fraction=config.evaluation.held_out_fraction,
+        max_held_out=config.evaluation.max_sequences,
+    )
+    packs, held_out = (
+        [rows[members] for members in pack(corpus.lengths(rows), capacity, seed=config.seed)]
+        for rows in (parts.train_N, parts.held_out_N)
+    )
+    return Data(corpus=corpus, split=parts, packs=packs, held_out=held_out)
+
+
+def state_cache(assignment: Assignment, data: Data, layer_ids: list[int]) -> StateCache | None:
+    """The cache of hidden states that the configuration asks for, whether filled or not."""
+    config = assignment.config
+    if config.hidden_states.cache == "none":
+        return None
+    return StateCache(
+        config.hidden_states.cache_folder,
+        corpus=data.corpus,
+        rows=np.sort(np.concatenate([data.split.train_N, data.split.held_out_N])),
+        identity=assignment.target.identity(),
+        weights=weights_fingerprint(assignment.target),
+        layer_ids=layer_ids,
+        compute_dtype=config.target_precision,
+        dtype=config.hidden_states.cache_dtype,
+    )
+
+
+def build_loop(assignment: Assignment, *, workers: Workers, reporter: Reporter) -> TrainingLoop:
+    """Load everything and return the loop, at the run's last checkpoint if it has one.
+
+    Fills the cache of hidden states first if there is one; workers share that work.
+
+    Raises:
+        UserError: whatever is wrong with data, target, checkpoint or settings.
+    """
+    config, target, device = assignment.config, assignment.target, workers.device
+    snapshots = Snapshots(assignment.run_folder, keep=config.checkpoints.keep)
+    resume_from = snapshots.latest()
+    data = load_data(assignment)
+    drafter = checkpoint.load(resume_from or assignment.run_folder / "initial", target)
+    layer_ids = list(drafter.target_layer_ids)
+    cache = state_cache(assignment, data, layer_ids)
+    load_target = partial(
+        target.load_model, dtype=getattr(torch, config.target_precision), device=device
+    )
+    source: StateSource
+    if cache is None:
+        source = OnlineStates(load_target(), layer_ids=layer_ids, corpus=data.corpus)
+    else:
+        _fill(cache, load_target, layer_ids, data.corpus, workers, reporter)
+        source = cache
+    return TrainingLoop(
+        config,
+        Material(data.corpus, data.packs, data.held_out, source),
+        drafter=drafter.to(device),
+        step=partial(baseline_step, settings=config.step),
+        evaluate=lambda whole, packs: evaluate(whole, data.corpus, packs, source, device=device),
+        save_drafter=_saver(assignment, drafter),
+        snapshots=snapshots,
+        workers=workers,
+        reporter=reporter,
+        resume_from=resume_from,
+    )
+
+
+def _saver(
+    assignment: Assignment, drafter: nn.Module
+) -> Callable[[Mapping[str, torch.Tensor], Progress, Path], None]:
+    """Saves trained weights with what a checkpoint holds besides, kept as it is now."""
+    trained = {name for name, weight in drafter.named_parameters() if weight.requires_grad}
+    fixed = {
+        name: tensor.detach().clone()
+        for name, tensor in drafter.state_dict().items()
+        if name in checkpoint.saved_names(drafter) - trained
+    }
+
+    def save(weights: Mapping[str, torch.Tensor], progress: Progress, folder: Path) -> None:
+        record = {
+            "training": assignment.kind,
+            "run": assignment.config.name,
+            "step": progress.step,
+            "num_steps": progress.num_steps,
+            "evaluation": progress.evaluation,
+            "config": assignment.config.model_dump(mode="json"),
+            **provenance.collect(),
+        }
+        checkpoint.save(drafter, folder, record, weights={**fixed, **weights})
+
+    return save
+
+
+def _fill(
+    cache: StateCache,
+    load_target: Callable[[], nn.Module],
+    layer_ids: list[int],
+    corpus: Corpus,
+    workers: Workers,
+    reporter: Reporter,
+) -> None:
+    """Write the missing parts, each worker its share; return when all are there."""
+    missing = cache.missing_parts()
+    workers.barrier()
+    mine = missing[workers.rank :: workers.size]
+    if mine:
+        online = OnlineStates(load_target(), layer_ids=layer_ids, corpus=corpus)
+        cache.build(
+            online,
+            parts=mine,
+            on_rows=lambda tokens: reporter.report({"kind": "cached", "tokens": tokens}),
+        )
+    workers.barrier()

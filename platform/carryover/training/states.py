@@ -1,0 +1,285 @@
+"""Hidden states of the frozen target for training sequences: computed online, or read from disk.
+
+Shapes: see drafters/blocks.py; W is what is stored of a token, the C selected states and then the
+D last ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from carryover.errors import DataError, EnvironmentProblem
+from carryover.training.verification import read_target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from carryover.targets import Target
+    from carryover.training.packing import Corpus
+    from carryover.training.verification import Prefix
+
+ROWS_PER_PART = 64
+_ROWS_AT_ONCE = 8
+_DISK_RESERVE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class States:
+    """The target's states of some rows' sequences, one after another.
+
+    Attributes:
+        hidden_TC: the selected layers' states, concatenated.
+        last_hidden_TD: input of the final norm.
+        prefix: keys and values of all layers, if the source keeps them.
+    """
+
+    hidden_TC: torch.Tensor
+    last_hidden_TD: torch.Tensor
+    prefix: Prefix | None = None
+
+
+class StateSource(Protocol):
+    """Gives the target's states for rows of the corpus."""
+
+    def states(self, rows: Sequence[int]) -> States:
+        """States of these rows' sequences, which do not see each other."""
+        ...
+
+
+class OnlineStates:
+    """Runs the target on a pack of sequences at once.
+
+    Args:
+        model: the frozen target.
+        layer_ids: which layers' states are concatenated, in this order.
+        corpus: the rows.
+        keep_prefix: keep the keys and values of all layers too, for verification.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        layer_ids: Sequence[int],
+        corpus: Corpus,
+        keep_prefix: bool = False,
+    ) -> None:
+        self._model = model
+        self._layer_ids = tuple(layer_ids)
+        self._corpus = corpus
+        self._keep_prefix = keep_prefix
+
+    def states(self, rows: Sequence[int]) -> States:
+        """States of these rows' sequences, which do not see each other."""
+        documents = [self._corpus.sequence(int(row)).input_ids_T for row in rows]
+        positions = [np.arange(len(document)) for document in documents]
+        device = next(self._model.parameters()).device
+        found, prefix = read_target(
+            self._model,
+            input_ids_T=torch.from_numpy(np.concatenate(documents).astype(np.int64)).to(device),
+            position_ids_T=torch.from_numpy(np.concatenate(positions)).to(device),
+            layer_ids=self._layer_ids,
+        )
+        kept = prefix if self._keep_prefix else None
+        return States(found.hidden_NC, found.last_hidden_ND, kept)
+
+
+def weights_fingerprint(target: Target) -> list:
+    """Tells one version of a target's weights from another, without reading them.
+
+    Size and modification time of a local folder's files; the commit of a hub model.
+    """
+    folder = Path(target.path)
+    if folder.is_dir():
+        stats = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    return [target.path, getattr(target.load_config(), "_commit_hash", None)]
+
+
+class StateCache:
+    """States of all rows of a corpus on disk, as Arrow files that are mapped into memory.
+
+    The files belong to one target, layer choice, data and type: the folder's name is a hash of
+    them. Each part holds up to 64 rows and appears at once, by renaming, so an interrupted build
+    continues where it stopped.
+
+    Args:
+        folder: parent folder of all caches.
+        corpus: the rows.
+        rows: which of them are kept.
+        identity: `Target.identity()`.
+        weights: from `weights_fingerprint`.
+        layer_ids: which layers' states are concatenated, in this order.
+        compute_dtype: what the target computes in.
+        dtype: what is stored.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        corpus: Corpus,
+        rows: np.ndarray,
+        identity: dict,
+        weights: list,
+        layer_ids: Sequence[int],
+        compute_dtype: str,
+        dtype: str,
+    ) -> None:
+        key = {
+            "format": 1,
+            "target": {name: value for name, value in identity.items() if name != "name"},
+            "weights": weights,
+            "layer_ids": list(layer_ids),
+            "compute_dtype": compute_dtype,
+            "dtype": dtype,
+            "data_sha256": corpus.sha256(rows),
+        }
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        self.folder = Path(folder) / digest[:24]
+        self._key = key
+        self._corpus = corpus
+        self._rows = np.asarray(rows)
+        self._place_of = {int(row): place for place, row in enumerate(self._rows)}
+        self._hidden_size = identity["hidden_size"]
+        self._width = (len(layer_ids) + 1) * self._hidden_size
+        self._dtype = getattr(torch, dtype)
+        self._readers: dict[int, pa.ipc.RecordBatchFileReader] = {}
+
+    @property
+    def num_parts(self) -> int:
+        return -(-len(self._rows) // ROWS_PER_PART)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all states, whether written yet or not."""
+        return int(self._corpus.lengths(self._rows).sum()) * self._width * self._dtype.itemsize
+
+    def missing_parts(self) -> list[int]:
+        """Parts that are not on disk yet."""
+        return [part for part in range(self.num_parts) if not self._part(part).exists()]
+
+    def missing_tokens(self) -> int:
+        """Tokens whose states `build` would compute."""
+        rows = [self._rows_of(part) for part in self.missing_parts()]
+        return sum(int(self._corpus.lengths(members).sum()) for members in rows)
+
+    def missing_bytes(self) -> int:
+        """Bytes that `build` would write."""
+        return self.missing_tokens() * self._width * self._dtype.itemsize
+
+    def require_room(self) -> None:
+        """Check that the disk holds what is missing, and a reserve of 1 GiB.
+
+        Raises:
+            EnvironmentProblem: it does not.
+        """
+        folder = self.folder
+        while not folder.exists():
+            folder = folder.parent
+        free, needed = shutil.disk_usage(folder).free, self.missing_bytes()
+        if needed and needed + _DISK_RESERVE_BYTES > free:
+            raise EnvironmentProblem(
+                f"the cache of hidden states needs {needed / 1e9:.2f} GB in {self.folder.parent} "
+                f"(and 1 GiB to spare), but {free / 1e9:.2f} GB are free; set "
+                "hidden_states.cache=none, or hidden_states.cache_folder to a larger disk"
+            )
+
+    def build(
+        self,
+        online: OnlineStates,
+        *,
+        parts: Iterable[int] | None = None,
+        on_rows: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        """Write missing parts.
+
+        Args:
+            online: computes the states.
+            parts: which parts; default: all missing ones.
+            on_rows: called now and then with the number of tokens done since the last call.
+
+        Raises:
+            DataError: a state is too large for the stored type, or not finite.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        description = self.folder / "cache.json"
+        if not description.exists():
+            _write_atomically(description, json.dumps(self._key, indent=2).encode())
+        for part in self.missing_parts() if parts is None else parts:
+            self._write_part(part, online, on_rows)
+
+    def states(self, rows: Sequence[int]) -> States:
+        """States of these rows' sequences, as they are on disk."""
+        states_TW = torch.cat([self._read(self._place_of[int(row)]) for row in rows])
+        split = self._width - self._hidden_size
+        return States(states_TW[:, :split], states_TW[:, split:])
+
+    def _read(self, place: int) -> torch.Tensor:
+        part, index = divmod(place, ROWS_PER_PART)
+        if part not in self._readers:
+            source = pa.memory_map(str(self._part(part)))
+            self._readers[part] = pa.ipc.open_file(source)
+        column = self._readers[part].get_batch(index).column("states")
+        # torch has no read-only tensors, so the mapped bytes are copied.
+        raw = np.frombuffer(column[0].as_buffer(), dtype=np.uint8).copy()
+        return torch.from_numpy(raw).view(self._dtype).view(-1, self._width)
+
+    def _write_part(self, part: int, online: OnlineStates, on_rows: Callable[[int], None]) -> None:
+        schema = pa.schema([pa.field("row_id", pa.int64()), pa.field("states", pa.large_binary())])
+        temporary = self.folder / f".part-{part:06d}.{os.getpid()}"
+        rows = self._rows_of(part)
+        try:
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+                for group in np.array_split(rows, -(-len(rows) // _ROWS_AT_ONCE)):
+                    found = online.states(group)
+                    states_TW = torch.cat([found.hidden_TC, found.last_hidden_TD], dim=-1)
+                    lengths = self._corpus.lengths(group).tolist()
+                    for row, states in zip(group, states_TW.split(lengths), strict=True):
+                        ids = pa.array([int(self._corpus.row_ids[row])], pa.int64())
+                        stored = pa.array([self._stored(states, int(row))], pa.large_binary())
+                        writer.write_batch(pa.record_batch([ids, stored], schema=schema))
+                    on_rows(len(states_TW))
+            _sync(temporary)
+            os.replace(temporary, self._part(part))
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _stored(self, states_TW: torch.Tensor, row: int) -> bytes:
+        converted = states_TW.to("cpu").to(self._dtype)
+        if not converted.isfinite().all():
+            largest = states_TW.float().abs().max().item()
+            raise DataError(
+                f"the target's states for row {self._corpus.row_ids[row]} reach {largest:.3g}, "
+                f"which {self._key['dtype']} cannot hold; set hidden_states.cache_dtype=bfloat16"
+            )
+        return converted.contiguous().view(torch.uint8).numpy().tobytes()
+
+    def _rows_of(self, part: int) -> np.ndarray:
+        return self._rows[part * ROWS_PER_PART : (part + 1) * ROWS_PER_PART]
+
+    def _part(self, part: int) -> Path:
+        return self.folder / f"part-{part:06d}.arrow"
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    _sync(temporary)
+    os.replace(temporary, path)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
