@@ -181,7 +181,7 @@ class BlockDrafter(nn.Module):
 
     def _rope(self, positions: torch.Tensor, like: torch.Tensor) -> Rope:
         cos, sin = self.rotary_emb(like, positions.reshape(1, -1))
-        shape = (*positions.shape, 1, -1)
+        shape = (*positions.shape, 1, cos.shape[-1])
         return Rope(cos.view(shape), sin.view(shape))
 
 

@@ -44,7 +44,8 @@ def resolve_layer_ids(settings: DrafterSettings, num_target_layers: int) -> list
         ConfigError: ids out of range, repeated or not ascending.
     """
     if settings.target_layer_ids is None:
-        low, high = min(2, num_target_layers - 1), max(num_target_layers - 2, 1)
+        low = min(2, num_target_layers - 1)
+        high = max(num_target_layers - 2, low)
         count = min(settings.num_layers, high - low + 1)
         step = (high - low) / max(count - 1, 1)
         return [round(low + index * step) for index in range(count)]

@@ -1,0 +1,173 @@
+"""New drafters: shape from the target, a real unused mask token, the right teacher."""
+
+import pytest
+import torch
+import transformers
+from training_cases import make_drafter, random_batch
+
+from carryover.drafters.mask_token import find_mask_token
+from carryover.drafters.settings import DrafterSettings, resolve_layer_ids
+from carryover.errors import ConfigError, TargetError
+from carryover.targets import resolve
+from carryover.testing import tiny_config, tiny_tokenizer
+from carryover.training.verification import read_target
+
+ARCHITECTURES = ("llama", "qwen3", "gemma3", "gemma4")
+
+
+def test_default_layer_ids():
+    def default(layers, target_layers):
+        return resolve_layer_ids(DrafterSettings(num_layers=layers), target_layers)
+
+    assert default(3, 30) == [2, 15, 28]
+    assert default(5, 36) == [2, 10, 18, 26, 34]
+    assert default(3, 4) == [2]
+    assert default(2, 1) == [0]
+
+
+@pytest.mark.parametrize("ids", [[], [3, 1], [1, 1], [-1, 2], [1, 4]])
+def test_bad_layer_ids(ids):
+    with pytest.raises(ConfigError, match=r"within 0\.\.3 for a target with 4 layers"):
+        resolve_layer_ids(DrafterSettings(target_layer_ids=ids), 4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_teacher_is_the_target(tiny, architecture):
+    """Embedding, LM head, final norm (in the target's own convention) and soft cap."""
+    folder = tiny(architecture)
+    model = resolve(str(folder)).load_model()
+    drafter = make_drafter(folder)
+    assert_teacher_is(drafter, model)
+    assert torch.equal(drafter.embed_tokens.weight, model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "gemma4"])
+def test_nested_multimodal_targets(tmp_path, architecture):
+    """Gemma checkpoints keep the text model below the multimodal one, with other names."""
+    settings = {"final_logit_softcapping": 2.0} if architecture == "gemma4" else {}
+    text = tiny_config(
+        architecture, vocab_size=320, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=2, pad_token_id=0,
+        **settings,
+    ).to_dict()  # fmt: skip
+    if architecture == "gemma3":
+        vision = {
+            "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        }  # fmt: skip
+        config = transformers.Gemma3Config(text_config=text, vision_config=vision)
+    else:
+        config = transformers.Gemma4Config(text_config=text, vision_config=None, audio_config=None)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8)  # logits that the soft cap bends
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    drafter = make_drafter(tmp_path)
+    assert drafter.teacher_softcap == settings.get("final_logit_softcapping")
+    assert_teacher_is(drafter, resolve(str(tmp_path)).load_model())
+
+
+@torch.no_grad()
+def assert_teacher_is(drafter, model):
+    batch = random_batch([(0, 30)])
+    states, _ = read_target(
+        model, input_ids_T=batch.input_ids_T, position_ids_T=batch.position_ids_T, layer_ids=[1]
+    )
+    teacher = drafter.teacher(states.last_hidden_ND, torch.arange(30))
+    logits = teacher.hidden_PD @ teacher.weight_VD.T
+    if teacher.softcap is not None:
+        logits = teacher.softcap * torch.tanh(logits / teacher.softcap)
+    expected = model(input_ids=batch.input_ids_T[None]).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_layer_ids_are_those_of_transformers_hidden_states(tiny):
+    for architecture in ARCHITECTURES:
+        model = resolve(str(tiny(architecture))).load_model()
+        ids = random_batch([(0, 20)]).input_ids_T
+        states, _ = read_target(
+            model, input_ids_T=ids, position_ids_T=torch.arange(20), layer_ids=[0, 1, 2, 3]
+        )
+        with torch.no_grad():
+            hidden = model(ids[None], output_hidden_states=True).hidden_states
+        expected = torch.cat([hidden[index][0] for index in range(4)], dim=-1)
+        torch.testing.assert_close(states.hidden_NC, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_same_seed_same_drafter(tiny_llama):
+    one, two, other = (make_drafter(tiny_llama, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(one.fc.weight, two.fc.weight)
+    assert not torch.equal(one.fc.weight, other.fc.weight)
+
+
+def test_reduced_vocabulary_takes_the_most_frequent_tokens(tiny_llama):
+    counts = {10: 5, 20: 9, 30: 1, 40: 7}
+    drafter = make_drafter(tiny_llama, draft_vocab_size=3, token_counts=counts)
+    assert drafter.draft_to_target.tolist() == [10, 20, 40]
+    rows = drafter.embed_tokens.weight[[10, 20, 40]]
+    assert torch.equal(drafter.lm_head.weight, rows)
+    assert torch.equal(drafter.verifier_lm_head.weight, rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts", "message"),
+    [
+        ({"draft_vocab_size": 999}, {1: 1}, "exceeds the target's 320"),
+        ({"draft_vocab_size": 100}, None, "needs the token counts"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, None, "multiple of"),
+        ({"mask_token_id": 320}, None, r"within 0\.\.319"),
+        ({"mask_token_id": 2}, None, r"'<\|im_end\|>'"),
+        ({"mask_token_id": 50}, {50: 3}, "occurs 3 times"),
+    ],
+)
+def test_settings_that_do_not_fit(tiny_llama, settings, counts, message):
+    with pytest.raises(ConfigError, match=message):
+        make_drafter(tiny_llama, token_counts=counts, **settings)
+
+
+def test_unknown_regime(tiny_llama):
+    with pytest.raises(ConfigError, match="known: dflash, markov"):
+        make_drafter(tiny_llama, "eagle")
+
+
+def test_targets_with_unknown_logit_factors_are_refused(tiny_llama, tmp_path, monkeypatch):
+    target = resolve(str(tiny_llama))
+    config = target.load_config()
+    config.logit_scale = 0.5
+    monkeypatch.setattr(type(target), "load_config", lambda self: config)
+    with pytest.raises(TargetError, match=r"logit_scale=0\.5"):
+        make_drafter(tiny_llama)
+
+
+class TestMaskToken:
+    """A real, unused row; never the padding or the end of text."""
+
+    def config(self, vocab_size=320, **values):
+        return transformers.LlamaConfig(vocab_size=vocab_size, **values)
+
+    def test_the_tokenizers_own(self):
+        tokenizer = tiny_tokenizer()
+        tokenizer.mask_token = "<|reserved_1|>"
+        assert find_mask_token(tokenizer, self.config()) == 4
+
+    def test_a_row_behind_the_tokenizer(self):
+        assert find_mask_token(tiny_tokenizer(), self.config(330)) == 320
+
+    def test_a_reserved_token(self):
+        assert find_mask_token(tiny_tokenizer(), self.config()) == 3
+
+    def test_none_is_an_error_and_never_padding_or_end(self):
+        tokenizer = tiny_tokenizer(300)
+        for index, token in list(tokenizer.added_tokens_decoder.items()):
+            if "reserved" in token.content or "unused" in token.content:
+                tokenizer.chat_template += f"{{# {token.content} {index} #}}"
+        with pytest.raises(ConfigError, match="no unused embedding row"):
+            find_mask_token(tokenizer, self.config(300))
+
+    def test_a_mask_token_that_is_the_padding_does_not_count(self):
+        tokenizer = tiny_tokenizer()
+        tokenizer.mask_token = tokenizer.pad_token
+        assert find_mask_token(tokenizer, self.config()) == 3
