@@ -117,6 +117,20 @@ def test_carried_rows_are_marked(tiny_llama, batch):
     torch.testing.assert_close(as_context, unmarked, atol=1e-5, rtol=1e-4)
 
 
+def test_the_marker_is_added_after_fc_and_before_the_norm(tiny_llama, batch):
+    """So states whose fusion is longer by the marker do the same without it."""
+    drafter = carryover_drafter(tiny_llama)
+    blocks = anchored_blocks(batch, ANCHORS)
+    rows = carried_rows(drafter)
+    marked = block_hidden(drafter, batch, replace(blocks, carried=rows))
+    with torch.no_grad():
+        offset = torch.linalg.lstsq(drafter.fc.weight, drafter.carryover_marker[:, None]).solution
+        drafter.carryover_marker.zero_()
+    moved = replace(rows, hidden_ARC=rows.hidden_ARC + offset.squeeze(1))
+    unmarked = block_hidden(drafter, batch, replace(blocks, carried=moved))
+    torch.testing.assert_close(marked, unmarked, atol=1e-4, rtol=1e-3)
+
+
 def test_positions_of_carried_rows_matter(tiny_llama, batch):
     drafter = carryover_drafter(tiny_llama)
     blocks = anchored_blocks(batch, ANCHORS)

@@ -14,8 +14,9 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from carryover.bench.memory import reset_peak, status_bytes
 
 SIDES = ("ours", "speculators")
 
@@ -55,7 +56,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     step = _our_step(drafter, batch, options)
     if options.side == "speculators":
         step = _their_step(drafter, batch, options)
-    before = _reset_peak()
+    before = reset_peak()
     seconds = []
     for _ in range(options.steps):
         started = time.perf_counter()
@@ -66,7 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     return {
         "seconds": best,
         "tokens_per_s": options.tokens / best,
-        "peak_bytes": _status_bytes("VmHWM") - before,
+        "peak_bytes": status_bytes("VmHWM") - before,
     }
 
 
@@ -195,19 +196,6 @@ def _their_step(drafter: Any, batch: Any, options: argparse.Namespace) -> Any:
         loss.backward()
 
     return step
-
-
-def _reset_peak() -> int:
-    """Forget this process's peak and return its resident set, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {name}; this benchmark needs Linux")
 
 
 if __name__ == "__main__":
