@@ -17,6 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -173,11 +174,15 @@ class EnginePool:
         """Forget all unfinished requests; the engines stay."""
         self._queue.clear()
         for engine in self._engines:
-            if engine.call is not None:
-                ray.wait([engine.call])
-            ray.get(engine.actor.drop.remote())
-            engine.call, engine.pending_tokens = None, 0
+            call, engine.call = engine.call, None
             engine.requests.clear()
+            engine.pending_tokens = 0
+            try:
+                if call is not None:
+                    ray.get(call)
+                ray.get(engine.actor.drop.remote())
+            except RayError as error:
+                self._replace(engine, error)
         self._speed.clear()
 
     def _start(self) -> None:
@@ -267,6 +272,35 @@ class EnginePool:
         ray.kill(engine.actor)
         engine.actor = self._actor()
         self._begin(engine)
+
+
+@contextmanager
+def engines_for(
+    target: Target,
+    engine: EngineConfig,
+    config: PoolConfig,
+    *,
+    borrowed: EnginePool | None,
+    report: Callable[[str], None],
+) -> Iterator[EnginePool]:
+    """The borrowed engines, or ones that are started for this piece of work and ended after it.
+
+    Borrowed engines are given back without unfinished requests.
+
+    Raises:
+        ValueError: the borrowed ones serve another target or shorter sequences.
+    """
+    if borrowed is None:
+        report(f"starting {config.engines} engine{'s' * (config.engines > 1)}")
+        with EnginePool(target, engine, config) as started:
+            yield started
+        return
+    borrowed.check(target, max_model_len=engine.max_model_len)
+    try:
+        yield borrowed
+    finally:
+        if borrowed.in_flight:
+            borrowed.drop()
 
 
 def start_ray(address: str | None = None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,7 +16,7 @@ from carryover.engine_worker import Request
 from carryover.errors import EnvironmentProblem
 from carryover.provenance import package_versions
 from carryover.targets import resolve
-from jobs.engine_pool import EnginePool, drain
+from jobs.engine_pool import EnginePool, drain, engines_for
 
 WARM_UP_S = 10.0
 # Token ids are int32; Parquet makes them smaller.
@@ -114,15 +113,9 @@ def regenerate(
         first = next(requests, None)
         if first is None:
             return _summary(config, work, seconds=0.0, generated=0, restarts=0)
-        if pool is not None:
-            pool.check(target, max_model_len=config.engine.max_model_len)
-        else:
-            report(f"starting {config.pool.engines} engine(s)")
-        with (
-            EnginePool(target, config.engine, config.pool)
-            if pool is None
-            else nullcontext(pool) as engines
-        ):
+        with engines_for(
+            target, config.engine, config.pool, borrowed=pool, report=report
+        ) as engines:
             store.metadata["engine"] = engines.details
             return _run(config, work, chain([first], requests), engines, report)
 

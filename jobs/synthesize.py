@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 from carryover.data.prompts import PROMPTS
@@ -12,7 +11,7 @@ from carryover.data.synthesis import Synthesis, SynthesizeConfig
 from carryover.errors import DataError
 from carryover.provenance import package_versions
 from carryover.targets import resolve
-from jobs.engine_pool import EnginePool
+from jobs.engine_pool import EnginePool, engines_for
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,7 @@ def synthesize(
         if not synthesis.complete:
             # An engine with the same seed would write the same prompts again.
             engine = config.engine.model_copy(update={"seed": config.engine.seed + before})
-            if pool is not None:
-                pool.check(target, max_model_len=config.engine.max_model_len)
-            else:
-                report(f"starting {config.pool.engines} engine(s)")
-            with (
-                EnginePool(target, engine, config.pool)
-                if pool is None
-                else nullcontext(pool) as engines
-            ):
+            with engines_for(target, engine, config.pool, borrowed=pool, report=report) as engines:
                 store.metadata["engine"] = engines.details
                 _run(synthesis, engines, report)
         return SynthesisSummary(
@@ -117,4 +108,3 @@ def _run(
                 f"(left out: {reasons}); those are kept. Lower num_prompts, or raise "
                 "temperature, max_tokens or max_attempts_per_prompt"
             )
-    engines.drop()

@@ -136,6 +136,7 @@ class EngineWorker:
 
     def _add(self, request: Request) -> Completion | None:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
         try:
@@ -152,7 +153,7 @@ class EngineWorker:
             )
             prompt = {"prompt_token_ids": request.prompt_ids}
             self._engine.add_request(str(request.id), prompt, params)
-        except (ValueError, TypeError) as error:
+        except (VLLMClientError, ValueError, TypeError) as error:
             return Completion(request.id, request.prompt_ids, [], "refused", str(error))
         self._responses[str(request.id)] = []
         return None

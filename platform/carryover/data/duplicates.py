@@ -1,4 +1,8 @@
-"""Texts that say the same: equal after normalisation, or nearly so by shared word triples."""
+"""Texts that say the same: equal after normalisation, or nearly so.
+
+Near duplicates share most word triples, or begin alike: a model that knows a riddle by heart
+begins with it and goes on differently each time.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import numpy as np
 _PERMUTATIONS = 64
 _BANDS = 16
 _PRIME = (1 << 31) - 1
+_BEGINNING_WORDS = 12
 _NOT_WORD = re.compile(r"[\W_]+")
 
 
@@ -27,12 +32,14 @@ class SeenTexts:
 
     Args:
         threshold: share of word triples in common (Jaccard, estimated to about 0.06) from which
-            two texts count as the same; 1 finds only texts that are equal after normalisation.
+            two texts count as the same, as do those with the same first 12 words; 1 finds only
+            texts that are equal after normalisation.
     """
 
     def __init__(self, threshold: float = 0.7) -> None:
         self.threshold = threshold
         self._exact: set[str] = set()
+        self._beginnings: set[str] = set()
         self._signatures: list[np.ndarray] = []
         self._bands: dict[tuple[int, bytes], list[int]] = {}
         generator = np.random.default_rng(0)
@@ -45,6 +52,10 @@ class SeenTexts:
         if normal in self._exact:
             return False
         if self.threshold < 1:
+            words = normal.split()
+            beginning = " ".join(words[:_BEGINNING_WORDS])
+            if beginning in self._beginnings:
+                return False
             signature = self._signature(normal)
             keys = [(band, rows.tobytes()) for band, rows in enumerate(np.split(signature, _BANDS))]
             candidates = {number for key in keys for number in self._bands.get(key, ())}
@@ -54,6 +65,8 @@ class SeenTexts:
             for key in keys:
                 self._bands.setdefault(key, []).append(len(self._signatures))
             self._signatures.append(signature)
+            if len(words) >= _BEGINNING_WORDS:
+                self._beginnings.add(beginning)
         self._exact.add(normal)
         return True
 

@@ -30,8 +30,8 @@ _WORD = re.compile(r"\w+")
 # A user turn that goes on to answer itself, or in which the model speaks as the assistant: what
 # small targets do most often when they are not cut.
 _ANSWERS = re.compile(
-    r"^\W*(?:the )?(?:final )?(?:answer|solution|response|output|assistant|ai)(?: is)?\s*:"
-    r"|^\W*(?:assistant|ai)\b\W|^#{3,}\s*-?\d|\bthe (?:final )?answer is\b",
+    r"^\W*(?:the )?(?:final )?(?:answer|solution|assistant|ai)(?: is)?\s*:"
+    r"|^\W*(?:assistant|ai)\b\W|^\W*a:\s*$|^#{3,}\s*-?\d|\bthe (?:final )?answer is\b",
     re.IGNORECASE | re.MULTILINE,
 )
 _ASSISTANT = re.compile(
@@ -59,7 +59,8 @@ def default_elicitations() -> list[Elicitation]:
     return [
         Elicitation(category="general", weight=7),
         Elicitation(category="code", opening="Write a Python function that", weight=2),
-        Elicitation(category="math", opening="A", system=tutor, weight=2),
+        Elicitation(category="math", opening="There are", system=tutor),
+        Elicitation(category="math", opening="If", system=tutor),
         Elicitation(category="qa", opening="Explain"),
         Elicitation(category="writing", opening="Write a short"),
         Elicitation(

@@ -1,0 +1,59 @@
+"""However often a writer dies, a store loses no whole write, splits none, and repeats none."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from carryover.data.store import RowStore, read_store
+
+SCHEMA = pa.schema([pa.field("id", pa.int64()), pa.field("words", pa.list_(pa.int32()))])
+
+
+def open_store(folder, rows_per_part):
+    return RowStore(folder, schema=SCHEMA, target={}, settings={}, rows_per_part=rows_per_part)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.lists(st.integers(1, 4), min_size=1, max_size=12),
+    lives=st.lists(
+        st.tuples(st.integers(0, 6), st.one_of(st.none(), st.integers(1, 200))), max_size=6
+    ),
+    rows_per_part=st.integers(1, 6),
+)
+def test_work_resumes_after_any_kills(groups, lives, rows_per_part):
+    """Each life writes some groups, then ends well (None) or is killed with the last line of the
+    journal torn so many bytes before its end."""
+    wanted, start = [], 0
+    for size in groups:
+        wanted.append([{"id": start + i, "words": [start, i]} for i in range(size)])
+        start += size
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for count, torn in [*lives, (len(wanted), None)]:
+            store = open_store(folder, rows_per_part)
+            todo = [group for group in wanted if group[0]["id"] not in store.ids]
+            for group in todo[:count]:
+                assert not store.ids & {row["id"] for row in group}, "half a group was kept"
+                store.append(group)
+            if torn is None:
+                store.close()
+            else:
+                store._lock.close()
+                _tear(folder / "journal.jsonl", torn)
+        found = read_store(folder, SCHEMA).to_pylist()
+    assert sorted(found, key=lambda row: row["id"]) == [row for group in wanted for row in group]
+
+
+def _tear(journal, torn):
+    """Cut the journal inside its last line, never in its header, which is there from the start."""
+    content = journal.read_bytes()
+    lines = content.splitlines(keepends=True)
+    if len(lines) < 2:
+        return
+    assert json.loads(lines[-1])
+    journal.write_bytes(content[: len(content) - min(torn, len(lines[-1]))])
