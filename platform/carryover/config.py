@@ -135,7 +135,9 @@ def _explain(root: type[BaseModel], problem: Mapping[str, Any]) -> str:
         return f"  {dotted}: unknown key; {fix}"
     if problem["type"] == "missing":
         return f"  {dotted}: required, and not given"
-    return f"  {dotted}: {problem['msg']} (got {problem['input']!r})"
+    message, got = problem["msg"].removeprefix("Value error, "), problem["input"]
+    # A rule about a whole section names its keys itself; printing the section adds nothing.
+    return f"  {dotted}: {message}" + ("" if isinstance(got, Mapping) else f" (got {got!r})")
 
 
 def _fields_at(root: type[BaseModel], location: tuple) -> list[str]:

@@ -1,0 +1,162 @@
+"""Figures of a bench from its requests. Pure: numbers in, numbers out.
+
+Definitions, once:
+
+- **TTFT**: from sending a request to its first token.
+- **TPOT**: (last token's time - first token's time) / (output tokens - 1), for requests with at
+  least two. Not the time between chunks: a speculative round's chunk carries several tokens.
+- **end to end**: from sending a request to its last token.
+- **output tokens/s**: all output tokens / all time in which the arm was being measured.
+- **acceptance length**: 1 + accepted proposals / rounds, both summed over all requests (a micro
+  average over rounds): the tokens that one verification yields.
+- **acceptance rate at position k**: share of rounds that accepted at least k proposals. They never
+  rise with k, and their sum is the acceptance length - 1.
+- **interval**: 95%, percentile bootstrap over prompts; of a ratio between arms over prompts that
+  both answered, resampled in pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, nan
+
+import numpy as np
+from scipy.stats import bootstrap
+
+LEVEL = 0.95
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95% interval; the bounds are NaN where fewer than two prompts speak."""
+
+    value: float
+    low: float = nan
+    high: float = nan
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is an interval at all."""
+        return isfinite(self.low) and isfinite(self.high)
+
+
+def time_per_output_token(ttft_s: float, latency_s: float, output_tokens: int) -> float | None:
+    """TPOT in seconds; None for a response of fewer than two tokens."""
+    if output_tokens < 2:
+        return None
+    return (latency_s - ttft_s) / (output_tokens - 1)
+
+
+def acceptance_length(num_accepted: int, num_drafts: int) -> float:
+    """Mean tokens per round, the correction or bonus token included; NaN without rounds."""
+    return 1 + num_accepted / num_drafts if num_drafts else nan
+
+
+def position_rates(histogram: Sequence[int]) -> list[float]:
+    """Acceptance rate at each position from the number of rounds that accepted 0, 1, .. B.
+
+    Args:
+        histogram: entry j counts rounds with exactly j accepted; B + 1 entries.
+
+    Returns:
+        B rates; empty without rounds.
+    """
+    counts = np.asarray(histogram, dtype=float)
+    if counts.sum() == 0:
+        return []
+    at_least = counts[::-1].cumsum()[::-1]
+    return (at_least[1:] / counts.sum()).tolist()
+
+
+def pool_histograms(histograms: Sequence[Sequence[int]]) -> list[int]:
+    """Sum histograms of possibly different lengths."""
+    longest = max(map(len, histograms), default=0)
+    pooled = np.zeros(longest, dtype=int)
+    for histogram in histograms:
+        pooled[: len(histogram)] += np.asarray(histogram, dtype=int)
+    return pooled.tolist()
+
+
+def percentiles(values: Sequence[float], ranks: Sequence[float]) -> list[float]:
+    """Percentiles (0..100, linear between neighbours); NaN without values."""
+    if len(values) == 0:
+        return [nan for _ in ranks]
+    return [float(value) for value in np.percentile(np.asarray(values, dtype=float), ranks)]
+
+
+def share_of_wall(latencies_s: Sequence[float], wall_s: float) -> list[float]:
+    """Divide the time in which a block was measured over its requests, by their latencies.
+
+    The shares add up to the wall time, so tokens over shares is the measured throughput, and a
+    prompt carries its own part of it when prompts are resampled. At concurrency 1 a share is the
+    latency itself but for the client's pauses.
+    """
+    total = float(np.sum(latencies_s))
+    return [latency / total * wall_s for latency in latencies_s] if total else []
+
+
+def ratio_of_sums(
+    numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
+) -> Interval:
+    """sum(numerators) / sum(denominators), with an interval over the pairs.
+
+    Args:
+        numerators: one a prompt.
+        denominators: one a prompt, in the same order.
+        seed: of the resampling.
+    """
+    return _interval(_ratio, (numerators, denominators), seed)
+
+
+def ratio_between(
+    first: tuple[Sequence[float], Sequence[float]],
+    second: tuple[Sequence[float], Sequence[float]],
+    *,
+    seed: int = 0,
+) -> Interval:
+    """Ratio of two ratios of sums over the same prompts, with a paired interval.
+
+    Args:
+        first: numerators and denominators, one a prompt.
+        second: the same of the arm that is divided by, in the same order of prompts.
+        seed: of the resampling.
+    """
+    return _interval(_ratio_of_ratios, (*first, *second), seed)
+
+
+def mean(values: Sequence[float], *, seed: int = 0) -> Interval:
+    """Mean with its interval."""
+    return _interval(_mean, (values,), seed)
+
+
+def _interval(statistic, data: tuple[Sequence[float], ...], seed: int) -> Interval:
+    samples = tuple(np.asarray(values, dtype=float) for values in data)
+    if len({len(sample) for sample in samples}) != 1:
+        raise ValueError("samples of a pair must have equal length")
+    if len(samples[0]) == 0:
+        return Interval(nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(statistic(*samples, axis=-1))
+        if len(samples[0]) < 2 or not isfinite(value):
+            return Interval(nan if value == inf else value)
+        found = bootstrap(
+            samples, statistic, paired=True, vectorized=True, n_resamples=RESAMPLES,
+            confidence_level=LEVEL, method="percentile", rng=np.random.default_rng(seed),
+        ).confidence_interval  # fmt: skip
+    return Interval(value, float(found.low), float(found.high))
+
+
+def _mean(values: np.ndarray, axis: int) -> np.ndarray:
+    return values.mean(axis=axis)
+
+
+def _ratio(numerators: np.ndarray, denominators: np.ndarray, axis: int) -> np.ndarray:
+    return numerators.sum(axis=axis) / denominators.sum(axis=axis)
+
+
+def _ratio_of_ratios(
+    first: np.ndarray, per: np.ndarray, second: np.ndarray, per_second: np.ndarray, axis: int
+) -> np.ndarray:
+    return _ratio(first, per, axis) / _ratio(second, per_second, axis)

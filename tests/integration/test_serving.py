@@ -1,0 +1,324 @@
+"""`platform serve` and `platform bench online` as users run them: two vLLM arms on Ray Serve."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from carryover.bench.online import OnlineConfig, run
+from carryover.errors import ConfigError, ServingError
+from carryover.serving.config import ServeConfig
+from carryover.tracking import Tracker
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+ARMS = ("autoregressive", "dflash")
+PROPOSAL_LENGTH = 3
+START_TIMEOUT_S = 400
+QUESTIONS = [
+    ("chat", "What is the capital of France?"),
+    ("chat", "Tell me about the quick brown fox and the lazy dog."),
+    ("math", "Solve 12 + 30."),
+    ("math", "Count from one to ten."),
+    ("code", "Write a function that adds two numbers and returns the sum."),
+    ("code", "def add(a, b):"),
+]
+
+
+@pytest.fixture(scope="module")
+def application(tmp_path_factory):
+    """Configuration file of two arms on a tiny target."""
+    from plugin_models import make_drafter, make_target
+
+    folder = tmp_path_factory.mktemp("serving")
+    target = make_target(folder / "target")
+    drafter = make_drafter(target, folder / "drafter", steps=60, proposal_length=PROPOSAL_LENGTH)
+    config = ServeConfig.parse(
+        {
+            "name": "tiny",
+            "model": "tiny/llama",
+            "target": target.path,
+            # a small token budget, so that prompts are read in several steps
+            "engine": {
+                "max_model_len": 256, "max_num_seqs": 8, "kv_cache_gib": 0.03,
+                "extra": {"max_num_batched_tokens": 64},
+            },
+            "arms": [{"name": "autoregressive"}, {"name": "dflash", "drafter": str(drafter)}],
+            "http": {"port": 0},
+            "resources": {"device": "cpu"},
+        }
+    )  # fmt: skip
+    path = folder / "application.yaml"
+    path.write_text(config.to_yaml())
+    return path
+
+
+class Serving:
+    """A `platform serve` process, up to its ready line."""
+
+    def __init__(self, application, *flags):
+        command = [sys.executable, "-m", "carryover", "serve", "--config", str(application), *flags]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.url = self.metrics_url = None
+
+    def wait_until_ready(self):
+        line = self.process.stdout.readline()
+        match = re.search(r"ready (http://\S+)/v1", line)
+        if match is None:
+            raise AssertionError(f"not ready: {line}{self.process.communicate(timeout=60)[1]}")
+        self.url = match.group(1)
+        self.process.stdout.readline()
+        self.metrics_url = self.process.stdout.readline().removeprefix("metrics ").strip()
+        return self
+
+    def tree(self):
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.communicate(timeout=90)
+
+
+@pytest.fixture(scope="module")
+def serving(application):
+    server = Serving(application)
+    try:
+        yield server.wait_until_ready()
+    finally:
+        server.end()
+
+
+@pytest.fixture
+def client(serving):
+    return openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"category": category, "prompt": text} for category, text in QUESTIONS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def ask(client, arm, text="What is the capital of France?", **settings):
+    settings = {"temperature": 0, "max_tokens": 24, **settings}
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model=arm, messages=messages, **settings)
+
+
+def test_models_are_the_logical_one_and_the_arms(client):
+    cards = {card.id: card for card in client.models.list()}
+    assert list(cards) == ["tiny/llama", *ARMS]
+    assert cards["tiny/llama"].metadata["arms"] == list(ARMS)
+    plain, drafted = (cards[arm].metadata["carryover"] for arm in ARMS)
+    assert plain["drafter"] is None and plain["control"]
+    assert drafted["num_speculative_tokens"] == PROPOSAL_LENGTH and not drafted["control"]
+    assert plain["engine"] == drafted["engine"]
+    assert client.models.retrieve("tiny/llama").id == "tiny/llama"
+
+
+def test_arms_give_the_same_greedy_text_streaming_and_not(client):
+    texts = set()
+    for arm in (*ARMS, "tiny/llama"):
+        texts.add(ask(client, arm).choices[0].message.content)
+        stream = ask(client, arm, stream=True)
+        texts.add("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+    assert len(texts) == 1
+    assert texts.pop()
+
+
+def test_the_answer_names_its_arm_and_tells_its_acceptance(client):
+    expected = {"autoregressive": ARMS[0], "dflash": ARMS[1], "tiny/llama": ARMS[0]}
+    for model, arm in expected.items():
+        messages = [{"role": "user", "content": "hello"}]
+        raw = client.chat.completions.with_raw_response.create(
+            model=model, messages=messages, max_tokens=16, temperature=0
+        )
+        assert raw.headers["x-carryover-arm"] == arm
+        speculative = raw.parse().metrics["speculative_decoding"]
+        if arm == "dflash":
+            assert speculative["num_spec_tokens"] == PROPOSAL_LENGTH
+            assert speculative["num_spec_steps"] > 0
+        else:
+            assert speculative is None
+
+
+def test_completions_work_too(client):
+    answers = [
+        client.completions.create(model=arm, prompt="one two", max_tokens=8, temperature=0)
+        for arm in ARMS
+    ]
+    assert answers[0].choices[0].text == answers[1].choices[0].text
+    assert answers[0].usage.completion_tokens == 8
+
+
+def test_a_seed_with_sampling_leaves_the_engines_alive(client):
+    long = "one two three four five six " * 12
+
+    def sample(number):
+        arm = ARMS[number % 2]
+        return ask(client, arm, long, temperature=1.0, seed=number // 4, max_tokens=16)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(sample, range(16)))
+    assert all(answer.usage.completion_tokens == 16 for answer in answers)
+    assert all(ask(client, arm).choices for arm in ARMS)
+
+
+def test_bad_requests_are_refused_and_the_engines_live_on(serving, client):
+    with pytest.raises(openai.NotFoundError):
+        ask(client, "no-such-arm")
+    with pytest.raises(openai.BadRequestError):
+        ask(client, "dflash", max_tokens=-1)
+    with pytest.raises(openai.BadRequestError):
+        ask(client, "dflash", "word " * 400)
+    malformed = httpx.post(
+        f"{serving.url}/v1/chat/completions", content=b'{"model": ',
+        headers={"Content-Type": "application/json"},
+    )  # fmt: skip
+    assert malformed.status_code == 400 and "error" in malformed.json()
+    assert all(ask(client, arm).choices for arm in ARMS)
+
+
+def test_bench_measures_both_arms_and_records_them(serving, prompts, tmp_path):
+    tracker = Tracker(folder=tmp_path)
+    seen = []
+    result = run(
+        OnlineConfig(
+            url=f"{serving.url}/v1", prompts=str(prompts), concurrency=2, max_tokens=24,
+            block_size=3, out=tmp_path / "bench", metrics_url=serving.metrics_url,
+        ),
+        tracker=tracker,
+        on_progress=lambda done, total, arm: seen.append((done, total, arm)),
+    )  # fmt: skip
+    assert result.baseline == "autoregressive"
+    assert [done for done, _, _ in seen] == list(range(1, 13))
+    plain, drafted = (result.summaries[arm] for arm in ARMS)
+    assert plain.requests == drafted.requests == len(QUESTIONS)
+    assert plain.failed == drafted.failed == 0
+    assert plain.acceptance_length is None
+    assert 1 <= drafted.acceptance_length.value <= PROPOSAL_LENGTH + 1
+    assert drafted.acceptance_length.value == pytest.approx(1 + sum(drafted.position_rates))
+    assert drafted.output_tokens == plain.output_tokens > 0
+    comparison = result.comparisons["dflash"]
+    assert comparison.differing == 0 and comparison.prompts == len(QUESTIONS)
+    assert comparison.speedup.value == pytest.approx(
+        drafted.output_tokens_per_s.value / plain.output_tokens_per_s.value
+    )
+    assert result.counters_agree is True
+
+    rows = pq.read_table(result.folder / "requests.parquet").to_pylist()
+    assert len(rows) == 2 * len(QUESTIONS)
+    assert {row["arm"] for row in rows} == set(ARMS)
+    assert all(row["tpot_s"] > 0 and row["text"] for row in rows)
+
+    runs = tracker.client().search_runs(
+        [tracker.client().get_experiment_by_name("bench").experiment_id]
+    )
+    parent = next(found for found in runs if found.info.run_id == result.run_id)
+    children = {
+        found.data.tags["carryover.arm"]: found for found in runs
+        if found.data.tags.get("mlflow.parentRunId") == result.run_id
+    }  # fmt: skip
+    assert parent.info.status == "FINISHED" and parent.data.params["concurrency"] == "2"
+    assert set(children) == set(ARMS)
+    recorded = children["dflash"].data.metrics
+    assert recorded["acceptance_length"] == pytest.approx(drafted.acceptance_length.value)
+    assert recorded["speedup"] == pytest.approx(comparison.speedup.value)
+    assert set(children["autoregressive"].data.metrics) <= set(recorded)
+
+
+def test_bench_command_prints_the_table(serving, prompts, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "carryover", "bench", "online", "--url", serving.url,
+         "--prompts", str(prompts), "-n", "2", "--max-tokens", "8", "--out", str(tmp_path),
+         "--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db"],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for word in ("acceptance length", "speed-up", "TPOT", *ARMS):
+        assert word in done.stdout
+    assert "requests.parquet" in done.stderr
+
+
+def test_bench_counts_failures_and_keeps_their_rows(serving, tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text(
+        json.dumps({"prompt": "hello"}) + "\n" + json.dumps({"prompt": "word " * 400}) + "\n"
+    )
+    config = OnlineConfig(
+        url=serving.url, prompts=str(path), max_tokens=8, out=tmp_path / "bench", arms=["dflash"]
+    )
+    with pytest.raises(ServingError, match="1 of 2 requests failed"):
+        run(config)
+    rows = pq.read_table(next((tmp_path / "bench").glob("*/requests.parquet"))).to_pylist()
+    assert sorted(row["status"] for row in rows) == [200, 400]
+    assert sum(row["error"] is None for row in rows) == 1
+
+
+def test_bench_refuses_what_cannot_be_compared(serving, prompts):
+    with pytest.raises(ConfigError, match="it has: autoregressive, dflash"):
+        run(OnlineConfig(url=serving.url, prompts=str(prompts), arms=["dflahs"]))
+    with pytest.raises(ServingError, match="platform serve"):
+        run(OnlineConfig(url="http://127.0.0.1:9", prompts=str(prompts)))
+
+
+def test_sigterm_stops_everything_in_order(serving):
+    tree = serving.tree()
+    titles = [" ".join(process.cmdline()) for process in tree]
+    assert sum("VLLM::" in title for title in titles) >= 2 and any("raylet" in t for t in titles)
+    serving.process.send_signal(signal.SIGTERM)
+    _, log = serving.process.communicate(timeout=90)
+    assert serving.process.returncode == 0, log
+    assert "nothing is left running" in log
+    _, alive = psutil.wait_procs(tree, timeout=10)
+    assert not alive
+
+
+def test_sigkill_leaves_no_process(application):
+    server = Serving(application).wait_until_ready()
+    tree = server.tree()
+    assert len(tree) > 8
+    server.process.kill()
+    server.process.wait(timeout=30)
+    _, alive = psutil.wait_procs(tree, timeout=60)
+    assert not alive
+
+
+def test_an_engine_that_does_not_start_says_why(application):
+    arms = "arms=[{name: autoregressive}]"
+    server = Serving(application, "--set", "engine.kv_cache_gib=0.00001", "--set", arms)
+    _, log = server.process.communicate(timeout=START_TIMEOUT_S)
+    assert server.process.returncode == 2, log
+    assert "arm 'autoregressive' did not start: ValueError: No available memory" in log
+    assert "fix: raise engine.kv_cache_gib" in log
+    assert "Traceback" not in log
+
+
+def test_the_ingress_refuses_seeds_where_engines_do_not_survive_them():
+    from ray.serve.llm.openai_api_models import ChatCompletionRequest
+
+    from carryover.serving.ingress import ArmIngress
+
+    ingress = ArmIngress({}, {}, model="m", control="a", seeds=False, described={})
+    message = [{"role": "user", "content": "hello"}]
+    body = ChatCompletionRequest(model="m", messages=message, seed=3, temperature=0.7)
+    answer = asyncio.run(ingress.chat(body, None))
+    error = json.loads(answer.body)["error"]
+    assert answer.status_code == 400
+    assert error["param"] == "seed" and "temperature to 0" in error["message"]
