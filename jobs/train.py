@@ -17,7 +17,7 @@ from carryover import provenance
 from carryover.drafters import checkpoint
 from carryover.errors import ConfigError
 from carryover.runtime import has_fast_bfloat16
-from carryover.targets import resolve
+from carryover.targets import file_sha256, resolve
 from carryover.tracking import Run, Tracker
 from carryover.training.config import TrainConfig
 from carryover.training.loop import planned_steps
@@ -60,6 +60,7 @@ def train(
     config: TrainConfig,
     *,
     kind: Kind = "baseline",
+    start_from: str | Path | None = None,
     restart: bool = False,
     tracking_uri: str | None = None,
     view: View | None = None,
@@ -69,6 +70,7 @@ def train(
     Args:
         config: the run's settings; relative paths are relative to the working folder.
         kind: which training.
+        start_from: the checkpoint that carryover training and its control begin at.
         restart: delete the run of this name first.
         tracking_uri: see `carryover.tracking.store_uri`.
         view: shows what happens; default: on stderr.
@@ -83,6 +85,11 @@ def train(
             "no responses to train on; give --data PATH, made with `platform data regenerate`"
         )
     config = config.resolved(fast_bfloat16=has_fast_bfloat16())
+    if (start_from is None) != (kind == "baseline"):
+        raise ConfigError("carryover and control training begin at a checkpoint, baselines do not")
+    if start_from is not None:
+        start_from = Path(start_from).absolute()
+        config = continue_from(start_from, config)
     tracker = Tracker(tracking_uri)
     tracker.open(config.experiment)
     assignment = _assign(config, kind)
@@ -91,7 +98,7 @@ def train(
     if restart:
         folder.delete()
     view.data(assignment, data)
-    identity = _identity(assignment, data)
+    identity = _identity(assignment, data, start_from)
     if folder.exists:
         folder.require_same(identity)
         progress = folder.progress()
@@ -101,7 +108,7 @@ def train(
         view.resumed(folder.path, progress)
     else:
         view.stage("making the drafter")
-        folder.create(identity, lambda path: _initialise(assignment, data, path))
+        folder.create(identity, lambda path: _initialise(assignment, data, start_from, path))
     description = checkpoint.describe(folder.initial)
     num_steps = planned_steps(
         config,
@@ -148,29 +155,63 @@ def _assign(config: TrainConfig, kind: Kind) -> Assignment:
     )
 
 
-def _identity(assignment: Assignment, data: Data) -> dict[str, Any]:
+def continue_from(start_from: Path, config: TrainConfig) -> TrainConfig:
+    """The settings of carryover or control training from a checkpoint.
+
+    Raises:
+        CheckpointError: not a checkpoint.
+    """
+    found = checkpoint.describe(start_from)
+    full = found["draft_vocab_size"] == found["target_vocab_size"]
+    drafter = config.drafter.model_copy(
+        update={
+            "num_layers": found["layers"],
+            "proposal_length": found["proposal_length"],
+            "target_layer_ids": tuple(found["target_layer_ids"]),
+            "draft_vocab_size": None if full else found["draft_vocab_size"],
+            "mask_token_id": found["mask_token_id"],
+        }
+    )
+    return config.continued(regime=found["regime"], drafter=drafter)
+
+
+def _identity(assignment: Assignment, data: Data, start_from: Path | None) -> dict[str, Any]:
     """What must stay the same for a run to be continued."""
+    start = None if start_from is None else file_sha256(start_from / checkpoint.WEIGHTS)
     target = {k: v for k, v in assignment.target.identity().items() if k != "name"}
     return {
         "training": assignment.kind,
+        "start_sha256": start,
         "target": target,
         "data_sha256": data.corpus.sha256(data.corpus.usable),
         "settings": assignment.config.fingerprint(),
     }
 
 
-def _initialise(assignment: Assignment, data: Data, folder: Path) -> None:
+def _initialise(assignment: Assignment, data: Data, start_from: Path | None, folder: Path) -> None:
+    """Write the drafter before the first step."""
     config, target = assignment.config, assignment.target
-    counts = data.corpus.token_counts(data.split.train_N, target.identity()["vocab_size"])
-    drafter = checkpoint.initialise(
-        config.regime,
-        target,
-        config.drafter,
-        token_counts={token: int(counts[token]) for token in counts.nonzero()[0].tolist()},
-        seed=config.seed,
-    )
-    record = {"training": assignment.kind, "run": config.name, "step": 0, **provenance.collect()}
-    checkpoint.save(drafter, folder, record)
+    record = {"training": assignment.kind, "run": config.name, "step": 0}
+    if start_from is None:
+        counts = data.corpus.token_counts(data.split.train_N, target.identity()["vocab_size"])
+        drafter = checkpoint.initialise(
+            config.regime,
+            target,
+            config.drafter,
+            token_counts={token: int(counts[token]) for token in counts.nonzero()[0].tolist()},
+            seed=config.seed,
+        )
+    else:
+        drafter = checkpoint.load(start_from, target)
+        record["from"] = str(start_from)
+        if assignment.kind == "carryover":
+            drafter.add_carried_context(config.carried)
+        elif drafter.carried_settings is not None:
+            raise ConfigError(
+                f"{start_from} has carried context; the control begins at the baseline checkpoint "
+                "that carryover training began at"
+            )
+    checkpoint.save(drafter, folder, {**record, **provenance.collect()})
 
 
 def _known_run(record: Mapping[str, Any], tracker: Tracker) -> str | None:

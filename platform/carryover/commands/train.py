@@ -1,4 +1,4 @@
-"""`platform train`: a drafter from scratch."""
+"""`platform train`: a drafter from scratch, or from a checkpoint with carried context."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ DataOption = Annotated[
 NameOption = Annotated[
     str | None,
     typer.Option("--name", metavar="NAME", help="Name of the run: a folder below runs/train."),
+]
+FromOption = Annotated[
+    Path,
+    typer.Option("--from", metavar="CHECKPOINT", help="Baseline checkpoint to begin at."),
 ]
 RestartOption = Annotated[
     bool, typer.Option("--restart", help="Delete the run of this name and train it again.")
@@ -65,6 +69,65 @@ def baseline(
     _run("baseline", config, data, name, set_, restart, skip_verify, dry_run, tracking_uri)
 
 
+@app.command(
+    epilog=examples(
+        "platform train carryover --from runs/train/embedded/best "
+        "-c jobs/configs/embedded.yaml -d runs/data/responses",
+        "platform train carryover --from CHECKPOINT -c jobs/configs/embedded.yaml -d PATH "
+        "--set carried.carried=target_tokens",
+    )
+)
+def carryover(
+    start_from: FromOption,
+    config: ConfigOption = None,
+    data: DataOption = None,
+    name: NameOption = None,
+    set_: SetOption = None,
+    restart: RestartOption = False,
+    skip_verify: SkipVerifyOption = False,
+    dry_run: DryRunOption = False,
+    tracking_uri: TrackingUriOption = None,
+) -> None:
+    """Teach a baseline drafter to use the rejected states of its last round.
+
+    Draft, verify, draft: the drafter proposes at every anchor, the frozen target verifies, and the
+    drafter learns from the shifted anchors with what was rejected in view. The drafter's shape and
+    regime are those of the checkpoint; epochs and learning rate are those of `continuation`.
+    """
+    _run(
+        "carryover", config, data, name, set_, restart, skip_verify, dry_run, tracking_uri,
+        start_from,
+    )  # fmt: skip
+
+
+@app.command(
+    epilog=examples(
+        "platform train control --from runs/train/embedded/best "
+        "-c jobs/configs/embedded.yaml -d runs/data/responses",
+    )
+)
+def control(
+    start_from: FromOption,
+    config: ConfigOption = None,
+    data: DataOption = None,
+    name: NameOption = None,
+    set_: SetOption = None,
+    restart: RestartOption = False,
+    skip_verify: SkipVerifyOption = False,
+    dry_run: DryRunOption = False,
+    tracking_uri: TrackingUriOption = None,
+) -> None:
+    """Train the baseline on for as many steps as carryover training, with nothing carried.
+
+    The equal-compute control: same data, steps, anchors and schedule. What carryover training
+    gains over it is due to carrying, not to more training.
+    """
+    _run(
+        "control", config, data, name, set_, restart, skip_verify, dry_run, tracking_uri,
+        start_from,
+    )  # fmt: skip
+
+
 def _run(
     kind: str,
     config: Path | None,
@@ -75,6 +138,7 @@ def _run(
     skip_verify: bool,
     dry_run: bool,
     tracking_uri: str | None,
+    start_from: Path | None = None,
 ) -> None:
     from carryover.guardian import guard
     from carryover.runtime import engine_environment
@@ -82,12 +146,18 @@ def _run(
     if not dry_run:
         guard(environment=engine_environment())
     settings = _settings(config, data, name, overrides, skip_verify)
+    if kind != "baseline" and name is None:
+        settings = settings.model_copy(update={"name": f"{settings.name}-{kind}"})
     if dry_run:
+        if start_from is not None:
+            from jobs.train import continue_from
+
+            settings = continue_from(start_from, settings)
         show_config(settings)
         return
     from jobs.train import train
 
-    train(settings, kind=kind, restart=restart, tracking_uri=tracking_uri)
+    train(settings, kind=kind, start_from=start_from, restart=restart, tracking_uri=tracking_uri)
 
 
 def _settings(

@@ -35,7 +35,7 @@ from carryover.errors import ConfigError
 from carryover.training.anchors import anchored_blocks, draw_anchors, shift_anchors
 from carryover.training.batch import Batch
 from carryover.training.step import StepResult, StepSettings, recorded_acceptance, supervise
-from carryover.training.verification import TargetStates, predictions, read_target, verify
+from carryover.training.verification import predictions, read_target, verify
 
 
 def carryover_step(
@@ -85,22 +85,12 @@ def carryover_step(
     fields = {}
     with _timed(seconds, "verify", anchors_A.device):
         if carry:
-            states = _verify(target_model, batch, blocks, tokens_AB, core.target_layer_ids)
-            fields = carried_fields(
-                interface,
-                hidden_ABC=states.hidden_NC,
-                positions_A=blocks.positions_A,
-                proposals_AB=tokens_AB,
-                predictions_AB=predictions(target_model, states.last_hidden_ND)
-                if interface.carried == "target_tokens"
-                else None,
-                accepted_A=accepted_A,
-            )
+            fields = carried_after(core, target_model, batch, blocks, tokens_AB, accepted_A)
     with _timed(seconds, "draft_2", anchors_A.device):
         shifted_A, kept = shift_anchors(batch, anchors_A, accepted_A)
         blocks = replace(
             anchored_blocks(batch, shifted_A),
-            **{name: _select(value, kept) for name, value in fields.items()},
+            **select(fields, kept),
         )
         result = supervise(drafter, batch, shifted_A, blocks, settings.loss)
     metrics = {
@@ -117,28 +107,59 @@ def carryover_step(
     return StepResult(result.loss, result.metrics | metrics)
 
 
-def _verify(
-    model: PreTrainedModel,
+def carried_after(
+    drafter: BlockDrafter,
+    target_model: PreTrainedModel,
     batch: Batch,
     blocks: Blocks,
     tokens_AB: torch.Tensor,
-    layer_ids: list[int],
-) -> TargetStates:
+    accepted_A: torch.Tensor,
+) -> dict[str, Carried | torch.Tensor]:
+    """Verify a round's proposals, and return what it leaves to the next draft: fields of `Blocks`.
+
+    Args:
+        drafter: with carried context, not wrapped.
+        target_model: the frozen target.
+        batch: packed sequence; without `batch.prefix` the target reads it first.
+        blocks: the round's blocks.
+        tokens_AB: its proposals.
+        accepted_A: how many of them pass.
+    """
+    layer_ids = drafter.target_layer_ids
     prefix = batch.prefix
     if prefix is None:
         _, prefix = read_target(
-            model,
+            target_model,
             input_ids_T=batch.input_ids_T,
             position_ids_T=batch.position_ids_T,
             layer_ids=layer_ids,
         )
-    return verify(model, prefix=prefix, blocks=blocks, tokens_AB=tokens_AB, layer_ids=layer_ids)
+    states = verify(
+        target_model, prefix=prefix, blocks=blocks, tokens_AB=tokens_AB, layer_ids=layer_ids
+    )
+    interface = drafter.carried_settings
+    return carried_fields(
+        interface,
+        hidden_ABC=states.hidden_NC,
+        positions_A=blocks.positions_A,
+        proposals_AB=tokens_AB,
+        predictions_AB=predictions(target_model, states.last_hidden_ND)
+        if interface.carried == "target_tokens"
+        else None,
+        accepted_A=accepted_A,
+    )
 
 
-def _select(value: Carried | torch.Tensor, kept_A: torch.Tensor) -> Carried | torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value[kept_A]
-    return Carried(value.hidden_ARC[kept_A], value.positions_AR[kept_A], value.valid_AR[kept_A])
+def select(
+    fields: dict[str, Carried | torch.Tensor], kept_A: torch.Tensor
+) -> dict[str, Carried | torch.Tensor]:
+    """What is carried for some of the blocks."""
+    return {
+        name: value[kept_A]
+        if isinstance(value, torch.Tensor)
+        else Carried(value.hidden_ARC[kept_A], value.positions_AR[kept_A], value.valid_AR[kept_A])
+        for name, value in fields.items()
+    }
 
 
 def _mean_carried(blocks: Blocks) -> torch.Tensor:

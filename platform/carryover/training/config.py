@@ -10,6 +10,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from carryover.config import Config
+from carryover.drafters.carried import CarriedSettings
 from carryover.drafters.settings import DrafterSettings
 from carryover.training.losses import StepSettings
 from carryover.training.optimizer import OptimizerSettings
@@ -62,6 +63,13 @@ class EvaluationSettings(Config):
     )
 
 
+class ContinuationSettings(Config):
+    """What carryover and control training, which begin at a checkpoint, do differently."""
+
+    epochs: float = Field(3.0, gt=0, description="How often every pack is seen (paper: 3).")
+    lr: float | None = Field(None, gt=0, description="Peak learning rate; null: optimizer.lr.")
+
+
 class CheckpointSettings(Config):
     """When the run is saved, and how much of it is kept."""
 
@@ -112,10 +120,12 @@ class TrainConfig(Config):
         description="dflash: all tokens of a block at once. markov: a first-order head on top.",
     )
     drafter: DrafterSettings = DrafterSettings()
+    carried: CarriedSettings = CarriedSettings()
     batch: BatchSettings = BatchSettings()
     step: StepSettings = StepSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     epochs: float = Field(1.0, gt=0, description="How often every pack is seen.")
+    continuation: ContinuationSettings = ContinuationSettings()
     max_steps: int | None = Field(
         None, ge=1, description="Stop after this many optimizer steps, if epochs do not stop first."
     )
@@ -177,6 +187,20 @@ class TrainConfig(Config):
             return self.resources.parallelism
         sharded = self.resources.gpus_per_worker or self.precision == "bfloat16"
         return "fsdp" if sharded else "ddp"
+
+    def continued(self, *, regime: str, drafter: DrafterSettings) -> Self:
+        """The settings of a run that begins at a checkpoint: its drafter, and `continuation`."""
+        optimizer = self.optimizer
+        if self.continuation.lr is not None:
+            optimizer = optimizer.model_copy(update={"lr": self.continuation.lr})
+        return self.model_copy(
+            update={
+                "regime": regime,
+                "drafter": drafter,
+                "optimizer": optimizer,
+                "epochs": self.continuation.epochs,
+            }
+        )
 
     def resolved(self, *, fast_bfloat16: bool) -> Self:
         """Replace `auto` precisions by what suits the workers.

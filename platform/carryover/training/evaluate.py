@@ -1,10 +1,13 @@
 """Held-out evaluation: the rounds that decoding would take, and what each accepts.
 
 A greedy response is what greedy decoding commits, whatever the drafter proposes. So its rounds can
-be replayed without the target: draft at every position of the response at once, count how many
-proposals equal the recorded tokens, and walk from the first response token, each round ending at
-the token after the accepted ones. A sampled response is replayed by the same rule: the recorded
-token is the sample, and a proposal is accepted while it equals the recorded token.
+be replayed: from the first response token, each round ends at the token after the accepted ones.
+A sampled response is replayed by the same rule: the recorded token is the sample, and a proposal
+is accepted while it equals the recorded token.
+
+Without carried context a round depends on nothing but its anchor, so `evaluate` drafts at every
+position at once and then walks. With it a round depends on the one before, so `evaluate_carrying`
+takes the rounds of all responses one after another, verification by the target included.
 
 The last rounds of a response that was cut are left out when the cut hides recorded tokens.
 """
@@ -12,18 +15,24 @@ The last rounds of a response that was cut are left out when the cut hides recor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
 
+from carryover.drafters.blocks import Carried
 from carryover.drafters.drafting import draft
+from carryover.drafters.models import BlockDrafter
 from carryover.training.anchors import anchor_candidates, anchored_blocks
 from carryover.training.batch import Batch
+from carryover.training.carryover import carried_after, select
 from carryover.training.packing import Corpus
 from carryover.training.states import StateSource
 from carryover.training.step import recorded_acceptance
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -71,15 +80,16 @@ def make_batch(
     ).to(device)
 
 
+@torch.no_grad()
 def evaluate(
-    drafter: nn.Module,
+    drafter: BlockDrafter,
     corpus: Corpus,
     packs: Sequence[np.ndarray],
     source: StateSource,
     *,
     device: torch.device,
 ) -> Acceptance:
-    """Replay the decoding of these rows.
+    """Replay the decoding of these rows, with nothing carried.
 
     Args:
         drafter: a drafter whose parameters are whole.
@@ -88,23 +98,87 @@ def evaluate(
         source: the target's states.
         device: of the drafter.
     """
-    proposal_length = drafter.proposal_length
-    rounds, reached_B = 0, torch.zeros(proposal_length, dtype=torch.float64)
+    counted = _Counter(drafter.proposal_length)
     for rows in packs:
         batch = make_batch(corpus, rows, source, device=device)
         anchors_A = anchor_candidates(batch).nonzero().squeeze(-1)
         proposals_AB = draft(drafter, batch.context, anchored_blocks(batch, anchors_A))
         accepted_A = recorded_acceptance(batch, anchors_A, proposals_AB)
         accepted = dict(zip(anchors_A.tolist(), accepted_A.tolist(), strict=True))
-        first = 0
-        for row in rows:
-            sequence = corpus.sequence(int(row))
-            end = first + len(sequence)
-            last_anchor = end - 2 if sequence.complete else end - 1 - proposal_length
-            anchor = first + sequence.prompt_length
-            while anchor <= last_anchor:
-                rounds += 1
-                reached_B[: accepted[anchor]] += 1
+        firsts, lasts = _anchor_range(corpus, rows, drafter.proposal_length)
+        for anchor, last in zip(firsts, lasts, strict=True):
+            while anchor <= last:
+                counted.add(accepted[anchor])
                 anchor += accepted[anchor] + 1
-            first = end
-    return Acceptance(rounds=float(rounds), reached_B=reached_B)
+    return counted.acceptance()
+
+
+@torch.no_grad()
+def evaluate_carrying(
+    drafter: BlockDrafter,
+    target_model: PreTrainedModel,
+    corpus: Corpus,
+    packs: Sequence[np.ndarray],
+    source: StateSource,
+    *,
+    device: torch.device,
+) -> Acceptance:
+    """Replay the decoding of these rows, each round seeing what the one before left.
+
+    Args:
+        drafter: a drafter with carried context whose parameters are whole.
+        target_model: the frozen target, on `device`.
+        corpus: the rows' tokens.
+        packs: the rows, in groups whose rounds are taken together.
+        source: the target's states, with their prefix.
+        device: of the drafter.
+    """
+    counted = _Counter(drafter.proposal_length)
+    for rows in packs:
+        batch = make_batch(corpus, rows, source, device=device)
+        firsts, lasts = _anchor_range(corpus, rows, drafter.proposal_length)
+        anchors_A = torch.tensor(firsts, device=device)
+        lasts_A = torch.tensor(lasts, device=device)
+        carried: dict[str, Carried | torch.Tensor] = {}
+        while True:
+            going = (anchors_A <= lasts_A).nonzero().squeeze(1)
+            if not len(going):
+                break
+            anchors_A, lasts_A = anchors_A[going], lasts_A[going]
+            blocks = replace(anchored_blocks(batch, anchors_A), **select(carried, going))
+            proposals_AB = draft(drafter, batch.context, blocks)
+            accepted_A = recorded_acceptance(batch, anchors_A, proposals_AB)
+            for accepted in accepted_A.tolist():
+                counted.add(accepted)
+            carried = carried_after(drafter, target_model, batch, blocks, proposals_AB, accepted_A)
+            anchors_A = anchors_A + accepted_A + 1
+    return counted.acceptance()
+
+
+def _anchor_range(
+    corpus: Corpus, rows: Sequence[int], proposal_length: int
+) -> tuple[list[int], list[int]]:
+    """Packed rows of each response's first anchor, and of the last whose labels are all known."""
+    firsts, lasts, start = [], [], 0
+    for row in rows:
+        sequence = corpus.sequence(int(row))
+        end = start + len(sequence)
+        firsts.append(start + sequence.prompt_length)
+        lasts.append(end - 2 if sequence.complete else end - 1 - proposal_length)
+        start = end
+    return firsts, lasts
+
+
+class _Counter:
+    """Counts rounds by accepted length."""
+
+    def __init__(self, proposal_length: int) -> None:
+        self._rounds = 0
+        self._reached_B = torch.zeros(proposal_length, dtype=torch.float64)
+
+    def add(self, accepted: int) -> None:
+        self._rounds += 1
+        self._reached_B[:accepted] += 1
+
+    def acceptance(self) -> Acceptance:
+        return Acceptance(rounds=float(self._rounds), reached_B=self._reached_B)

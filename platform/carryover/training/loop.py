@@ -142,7 +142,9 @@ class TrainingLoop:
         """
         progress = self.progress
         if progress.step == 0 and self._evaluate_first:
+            # Training may make it worse, and then this is the best.
             self._run_evaluation()
+            self._save(is_best=True)
         saved_at = progress.step
         while not progress.finished:
             stop = self._run_step()

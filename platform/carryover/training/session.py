@@ -5,7 +5,7 @@ The driver of a job uses the first half to check and to estimate; each worker us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,17 +18,22 @@ from torch import nn
 from carryover import provenance
 from carryover.data.responses import read_responses, require_target
 from carryover.drafters import checkpoint
+from carryover.drafters.models import BlockDrafter
 from carryover.targets import Target
+from carryover.training.batch import Batch
+from carryover.training.carryover import carryover_step
 from carryover.training.config import TrainConfig
-from carryover.training.evaluate import evaluate
-from carryover.training.loop import Material, Reporter, TrainingLoop
+from carryover.training.evaluate import Acceptance, evaluate, evaluate_carrying
+from carryover.training.loop import Material, Reporter, StepFunction, TrainingLoop
 from carryover.training.packing import Corpus, Split, pack, split
 from carryover.training.snapshots import Progress, Snapshots
 from carryover.training.states import OnlineStates, StateCache, StateSource, weights_fingerprint
-from carryover.training.step import baseline_step
+from carryover.training.step import StepResult, baseline_step
 from carryover.training.workers import Workers
 
-Kind = Literal["baseline"]
+Kind = Literal["baseline", "carryover", "control"]
+# A batch for evaluation needs no gradient, so it may hold more than one for training.
+_EVALUATION_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Assignment:
 
     Attributes:
         config: the run's settings.
-        kind: which training it is.
+        kind: a baseline from scratch; or, from a checkpoint, carryover training or its
+            control, which takes the same steps and carries nothing.
         target: the frozen target.
         data: absolute path of the responses.
         run_folder: absolute path, the same on all workers.
@@ -84,16 +90,23 @@ def load_data(assignment: Assignment) -> Data:
         max_held_out=config.evaluation.max_sequences,
     )
     packs, held_out = (
-        [rows[members] for members in pack(corpus.lengths(rows), capacity, seed=config.seed)]
-        for rows in (parts.train_N, parts.held_out_N)
+        [rows[members] for members in pack(corpus.lengths(rows), room, seed=config.seed)]
+        for rows, room in (
+            (parts.train_N, capacity),
+            (parts.held_out_N, max(capacity, _EVALUATION_TOKENS)),
+        )
     )
     return Data(corpus=corpus, split=parts, packs=packs, held_out=held_out)
 
 
 def state_cache(assignment: Assignment, data: Data, layer_ids: list[int]) -> StateCache | None:
-    """The cache of hidden states that the configuration asks for, whether filled or not."""
+    """The cache of hidden states that the configuration asks for, whether filled or not.
+
+    Only for baselines: carryover training runs the target anyway, to verify, and its control must
+    read the same states.
+    """
     config = assignment.config
-    if config.hidden_states.cache == "none":
+    if config.hidden_states.cache == "none" or assignment.kind != "baseline":
         return None
     return StateCache(
         config.hidden_states.cache_folder,
@@ -120,29 +133,62 @@ def build_loop(assignment: Assignment, *, workers: Workers, reporter: Reporter) 
     resume_from = snapshots.latest()
     data = load_data(assignment)
     drafter = checkpoint.load(resume_from or assignment.run_folder / "initial", target)
-    layer_ids = list(drafter.target_layer_ids)
-    cache = state_cache(assignment, data, layer_ids)
-    load_target = partial(
-        target.load_model, dtype=getattr(torch, config.target_precision), device=device
+    source, step, evaluator = _kind_parts(
+        assignment, data, list(drafter.target_layer_ids), workers, reporter
     )
-    source: StateSource
-    if cache is None:
-        source = OnlineStates(load_target(), layer_ids=layer_ids, corpus=data.corpus)
-    else:
-        _fill(cache, load_target, layer_ids, data.corpus, workers, reporter)
-        source = cache
     return TrainingLoop(
         config,
         Material(data.corpus, data.packs, data.held_out, source),
         drafter=drafter.to(device),
-        step=partial(baseline_step, settings=config.step),
-        evaluate=lambda whole, packs: evaluate(whole, data.corpus, packs, source, device=device),
+        step=step,
+        evaluate=evaluator,
         save_drafter=_saver(assignment, drafter),
         snapshots=snapshots,
         workers=workers,
         reporter=reporter,
         resume_from=resume_from,
+        evaluate_first=assignment.kind != "baseline",
     )
+
+
+def _kind_parts(
+    assignment: Assignment,
+    data: Data,
+    layer_ids: list[int],
+    workers: Workers,
+    reporter: Reporter,
+) -> tuple[StateSource, StepFunction, Callable[[BlockDrafter, Sequence[np.ndarray]], Acceptance]]:
+    """Where states come from, what a step is, and how it is evaluated."""
+    config, corpus, device = assignment.config, data.corpus, workers.device
+    carries = assignment.kind == "carryover"
+    load_target = partial(
+        assignment.target.load_model,
+        dtype=getattr(torch, config.target_precision),
+        device=device,
+    )
+    cache = state_cache(assignment, data, layer_ids)
+    if cache is not None:
+        _fill(cache, load_target, layer_ids, corpus, workers, reporter)
+        model, source = None, cache
+    else:
+        model = load_target()
+        source = OnlineStates(model, layer_ids=layer_ids, corpus=corpus, keep_prefix=carries)
+
+    def continued_step(
+        drafter: nn.Module, batch: Batch, *, generator: torch.Generator
+    ) -> StepResult:
+        return carryover_step(
+            drafter, model, batch, settings=config.step, generator=generator, carry=carries
+        )
+
+    def replay(drafter: BlockDrafter, packs: Sequence[np.ndarray]) -> Acceptance:
+        if carries:
+            return evaluate_carrying(drafter, model, corpus, packs, source, device=device)
+        return evaluate(drafter, corpus, packs, source, device=device)
+
+    if assignment.kind == "baseline":
+        return source, partial(baseline_step, settings=config.step), replay
+    return source, continued_step, replay
 
 
 def _saver(

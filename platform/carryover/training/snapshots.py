@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -35,7 +36,7 @@ from carryover.errors import CheckpointError
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
@@ -165,11 +166,11 @@ def optimizer_tensors(
 
     Only worker 0 gets the tensors if the model is sharded.
     """
-    flat = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
+    whole = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
     return {
-        name: value.contiguous() if isinstance(value, torch.Tensor) else torch.tensor(value)
-        for name, value in flat.items()
-        if name.startswith("state.")
+        f"{name}/{key}": torch.as_tensor(value).contiguous()
+        for name, values in whole.get("state", {}).items()
+        for key, value in values.items()
     }
 
 
@@ -184,16 +185,25 @@ def restore_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim
     path = checkpoint / "training" / "optimizer.safetensors"
     try:
         saved = load_file(path)
-    except (OSError, ValueError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    current = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
-    names = {name for name in current if name.startswith("state.")}
-    if not saved and not names:
-        return
-    if names and names != set(saved):
+    if not saved:
+        return  # written before the first step
+    # Local shards: their structure, which every worker has.
+    current = get_optimizer_state_dict(model, optimizer)
+    expected = {f"{name}/{key}" for name, values in current["state"].items() for key in values}
+    if saved.keys() != expected:
         raise CheckpointError(f"{path} belongs to a drafter with other parameters")
-    settings = {name: value for name, value in current.items() if name not in names}
-    set_optimizer_state_dict(model, optimizer, {**settings, **saved}, options=_WHOLE)
+    state = {
+        name: {key: saved[f"{name}/{key}"] for key in values}
+        for name, values in current["state"].items()
+    }
+    set_optimizer_state_dict(
+        model,
+        optimizer,
+        {**current, "state": state},
+        options=StateDictOptions(full_state_dict=True),
+    )
 
 
 def _point(link: Path, target: Path) -> None:
