@@ -119,3 +119,9 @@ def test_a_turn_that_nothing_ends_is_refused():
     tokenizer.eos_token = None
     with pytest.raises(TargetError, match="nothing that ends a user turn"):
         find_user_turn(tokenizer)
+
+
+def test_the_longest_special_token_ends_the_turn():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im", "<|im_e"]})
+    assert find_user_turn(tokenizer).stop_ids == (tokenizer.eos_token_id,)
