@@ -322,3 +322,41 @@ def test_the_ingress_refuses_seeds_where_engines_do_not_survive_them():
     error = json.loads(answer.body)["error"]
     assert answer.status_code == 400
     assert error["param"] == "seed" and "temperature to 0" in error["message"]
+
+
+def test_arms_differ_in_nothing_but_the_drafter(application):
+    from carryover.serving.arms import engine_arguments, size_kv_cache
+    from carryover.serving.config import check_drafters
+    from carryover.targets import resolve
+
+    config = check_drafters(ServeConfig.load(application, overrides=["engine.kv_cache_gib=null"]))
+    target = resolve(config.target)
+    config = size_kv_cache(config, target=target)
+    plain, drafted = (engine_arguments(config, arm, target=target) for arm in config.arms)
+    speculative = drafted.pop("speculative_config")
+    assert drafted.pop("per_request_spec_decode_metrics") == "summary"
+    assert plain == drafted
+    assert speculative["num_speculative_tokens"] == PROPOSAL_LENGTH
+    assert plain["kv_cache_memory_bytes"] > 0 and plain["max_num_batched_tokens"] == 64
+
+
+def test_an_engine_setting_that_vllm_does_not_know_is_refused(application):
+    from carryover.serving.arms import engine_arguments
+    from carryover.targets import resolve
+
+    config = ServeConfig.load(application, overrides=["engine.extra.enable_prefix_cachin=true"])
+    with pytest.raises(ConfigError, match="did you mean 'enable_prefix_caching'"):
+        engine_arguments(config, config.control, target=resolve(config.target))
+
+
+def test_ray_serves_own_tools_validate_and_build_the_application(application, ray_cluster):
+    from pydantic import ValidationError
+    from ray.serve import Application
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as build_app
+
+    from serve_apps.ab import build
+
+    values = ServeConfig.load(application).model_dump(mode="json")
+    assert isinstance(build_app(build, values), Application)
+    with pytest.raises(ValidationError, match="arm"):
+        build_app(build, {**values, "arms": []})

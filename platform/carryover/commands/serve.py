@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from carryover.serving.startup import ArmState
 
 DEFAULT_CONFIG = "serve_apps/configs/embedded.yaml"
-HEALTH_POLL_S = 2.0
 
 
 def register(app: typer.Typer) -> None:
@@ -73,7 +73,7 @@ def serve(
         return
     guard(environment=engine_environment())
 
-    from carryover.serving.endpoint import running
+    from carryover.serving.endpoint import running, watch_health
 
     log = log_console()
     stray = leftovers()
@@ -88,7 +88,7 @@ def serve(
             endpoint = stack.enter_context(running(application, address=address, report=show))
         _announce(endpoint)
         try:
-            _watch(application.name)
+            watch_health(application.name, tell=partial(log.print, highlight=False, markup=False))
         except KeyboardInterrupt:
             log.print("stopping ...")
     log.print("stopped; nothing is left running")
@@ -156,22 +156,3 @@ def _announce(endpoint: Endpoint) -> None:
     if endpoint.metrics_url is not None:
         out.print(f"metrics {endpoint.metrics_url}", markup=False, highlight=False, soft_wrap=True)
     log_console().print("stop with Ctrl-C")
-
-
-def _watch(name: str) -> None:
-    """Tell when an arm fails or recovers; Ray Serve restarts it by itself."""
-    import time
-
-    from ray import serve as ray_serve
-
-    log = log_console()
-    known: dict[str, str] = {}
-    while True:
-        time.sleep(HEALTH_POLL_S)
-        for deployment, overview in ray_serve.status().applications[name].deployments.items():
-            status = overview.status.value
-            before = known.setdefault(deployment, status)
-            if status != before:
-                known[deployment] = status
-                arm = deployment.rpartition(":")[2]
-                log.print(f"{arm}: {status.lower()} {overview.message.strip()[:300]}")

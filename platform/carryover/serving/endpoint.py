@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import httpx
 import psutil
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 READY_TIMEOUT_S = 60.0
 # Ray's counters reach its metrics page this often; the default of 10 s would delay every bench.
 _METRICS_INTERVAL_MS = 1000
+_HEALTH_POLL_S = 2.0
 _OBJECT_STORE_BYTES = 256 * 2**20
 
 logger = logging.getLogger(__name__)
@@ -171,6 +172,37 @@ def _serve(config: ServeConfig, *, ours: bool) -> Iterator[Http]:
     finally:
         if not ours:
             _quietly("stopping Serve", serve.shutdown)
+
+
+def watch_health(name: str, *, tell: Callable[[str], object]) -> NoReturn:
+    """Tell when an arm fails or recovers, which Ray Serve sees to by itself; never returns.
+
+    Args:
+        name: of the application.
+        tell: called with one line per change.
+
+    Raises:
+        ServingError: the application or its cluster is gone.
+    """
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    known: dict[str, str] = {}
+    while True:
+        time.sleep(_HEALTH_POLL_S)
+        try:
+            application = serve.status().applications.get(name)
+        except (RayError, RayServeException) as error:
+            raise ServingError(f"the Ray cluster is gone: {error}; start again") from None
+        if application is None:
+            raise ServingError(f"the application {name!r} was deleted from the cluster")
+        for deployment, overview in application.deployments.items():
+            status = overview.status.value
+            if known.setdefault(deployment, status) != status:
+                known[deployment] = status
+                arm = deployment.rpartition(":")[2]
+                tell(f"{arm}: {status.lower()} {overview.message.strip()[:300]}".strip())
 
 
 def claim_port(http: Http) -> int:
