@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from carryover.data.store import RowStore, read_store
@@ -21,13 +21,16 @@ def open_store(folder, rows_per_part):
 @given(
     groups=st.lists(st.integers(1, 4), min_size=1, max_size=12),
     lives=st.lists(
-        st.tuples(st.integers(0, 6), st.one_of(st.none(), st.integers(1, 200))), max_size=6
+        st.tuples(st.integers(0, 8), st.none() | st.integers(0, 200)), min_size=1, max_size=6
     ),
-    rows_per_part=st.integers(1, 6),
+    rows_per_part=st.integers(1, 12),
 )
+@example(groups=[1, 2, 1], lives=[(2, 0)], rows_per_part=12)
+@example(groups=[1, 2, 1], lives=[(2, 5), (1, None)], rows_per_part=12)
+@example(groups=[2, 2, 2], lives=[(2, 1), (1, 0)], rows_per_part=3)
 def test_work_resumes_after_any_kills(groups, lives, rows_per_part):
     """Each life writes some groups, then ends well (None) or is killed with the last line of the
-    journal torn so many bytes before its end."""
+    journal torn so many bytes before its end; 0 leaves it whole."""
     wanted, start = [], 0
     for size in groups:
         wanted.append([{"id": start + i, "words": [start, i]} for i in range(size)])
@@ -57,6 +60,8 @@ def _tear(journal, torn):
     content = journal.read_bytes()
     lines = content.splitlines(keepends=True)
     if len(lines) < 2:
+        return set()
+    if torn == 0:
         return set()
     journal.write_bytes(content[: len(content) - min(torn, len(lines[-1]))])
     return {row["id"] for row in json.loads(lines[-1])}
