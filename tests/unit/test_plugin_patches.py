@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -34,6 +36,63 @@ def test_upstream_is_as_it_was_when_tried(patch: patches.Patch) -> None:
         return
     assert tuple(inspect.signature(upstream(patch)).parameters) == patch.parameters
     assert patch.reason
+
+
+# Methods of vLLM's classes that ours override or call, with upstream's parameters.
+OVERRIDDEN = {
+    ("vllm.v1.spec_decode.dflash", "DFlashProposer"): {
+        "set_inputs_first_pass": (
+            "self", "target_token_ids", "next_token_ids", "target_positions",
+            "target_hidden_states", "token_indices_to_sample", "cad", "num_rejected_tokens_gpu",
+        ),
+        "_sample_draft_tokens": ("self", "hidden_states", "sampling_metadata"),
+        "_sample_from_logits": ("self", "logits", "sampling_metadata"),
+    },
+    ("vllm.v1.worker.gpu.spec_decode.dflash.speculator", "DFlashSpeculator"): {
+        "prepare_context_anchor": ("self", "input_batch", "num_rejected"),
+        "capture": ("self",),
+        "_prepare_graph_forward": ("self", "num_reqs", "attn_metadata"),
+        "_precompute_context_kv": ("self", "start", "end", "dummy_run"),
+        "_build_uniform_attn_metadata": (
+            "self", "batch_desc", "num_reqs", "num_query_per_req", "seq_lens_cpu_upper_bound",
+            "step", "causal", "dcp_local_seq_lens",
+        ),
+    },
+    ("vllm.model_executor.models.qwen3_dspark", "Qwen3DSparkForCausalLM"): {
+        "compute_draft_logits": ("self", "hidden_states"),
+        "markov_embed": ("self", "token_ids"),
+        "markov_bias": ("self", "markov_embed"),
+        "map_draft_to_target": ("self", "draft_ids"),
+        "load_weights": ("self", "weights"),
+    },
+    ("vllm.config", "VllmConfig"): {
+        "num_lookahead_tokens": ("self",),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", OVERRIDDEN, ids=lambda place: place[1])
+def test_overridden_methods_are_as_they_were_when_tried(place: tuple[str, str]) -> None:
+    owner = getattr(importlib.import_module(place[0]), place[1])
+    for name, parameters in OVERRIDDEN[place].items():
+        method = inspect.getattr_static(owner, name)
+        function = method.fget if isinstance(method, property) else getattr(owner, name)
+        assert tuple(inspect.signature(function).parameters) == parameters, name
+
+
+def test_vllm_reserves_the_slots_that_carried_rows_need() -> None:
+    """B+1 slots past the verified rows, for both regimes: what `rows.py` builds on."""
+    from vllm.config import VllmConfig
+
+    for method in ("dflash", "dspark"):
+        draft = SimpleNamespace(hf_config=SimpleNamespace(sample_from_anchor=False))
+        speculative = SimpleNamespace(
+            use_dflash=lambda method=method: method == "dflash",
+            use_dspark=lambda method=method: method == "dspark",
+            draft_model_config=draft,
+        )
+        config = SimpleNamespace(speculative_config=speculative, num_speculative_tokens=7)
+        assert VllmConfig.num_lookahead_tokens.fget(config) == 8
 
 
 def test_registering_again_changes_nothing() -> None:

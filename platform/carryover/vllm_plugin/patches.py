@@ -98,6 +98,15 @@ def _choosing_proposer(original: Callable) -> Callable:
     return __new__
 
 
+def _choosing_speculator(original: Callable) -> Callable:
+    def __new__(cls: type, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        from carryover.vllm_plugin.speculator import speculator_class
+
+        return object.__new__(speculator_class(cls, vllm_config))
+
+    return __new__
+
+
 def _adding_fields(stats_class: type) -> type:
     from carryover.vllm_plugin.metrics import add_fields
 
@@ -134,6 +143,12 @@ def _hiding_seeds(original: Callable) -> Callable:
     return hiding(original)
 
 
+def _norming_layer_by_layer(original: Callable) -> Callable:
+    from carryover.vllm_plugin.cpu_norm import layer_by_layer
+
+    return layer_by_layer(original)
+
+
 PATCHES = (
     Patch(
         module="vllm.engine.arg_utils",
@@ -160,6 +175,14 @@ PATCHES = (
         reason="the V1 runner names its proposer class in code",
         parameters=("args", "kwargs"),
         wrap=_choosing_proposer,
+    ),
+    Patch(
+        module="vllm.v1.worker.gpu.spec_decode.dflash.speculator",
+        owner="DFlashSpeculator",
+        attribute="__new__",
+        reason="the V2 runner names its speculator classes in code; DSparkSpeculator inherits this",
+        parameters=("args", "kwargs"),
+        wrap=_choosing_speculator,
     ),
     Patch(
         module="vllm.v1.spec_decode.metrics",
@@ -236,5 +259,14 @@ PATCHES = (
             "num_scheduled_tokens",
         ),
         wrap=_hiding_seeds,
+    ),
+    Patch(
+        module="vllm.model_executor.models.qwen3_dflash",
+        owner="DFlashQwen3Model",
+        attribute="_normalize_context_k",
+        reason="fault of the CPU build: every drafter layer's context keys get the first layer's "
+        "norm; the one patch that baseline drafters feel, on CPU, so that comparisons stay fair",
+        parameters=("self", "all_k"),
+        wrap=_norming_layer_by_layer,
     ),
 )

@@ -139,6 +139,8 @@ def _untried(vllm_config: Any) -> Iterator[str]:
             "num_speculative_tokens_per_batch_size was not tried with Carryover; "
             "set num_speculative_tokens alone"
         )
+    if speculative.enable_adaptive_verification:
+        yield "adaptive verification was not tried with Carryover; unset it"
     if model.uses_mrope or draft.uses_mrope:
         yield "targets with multi-dimensional rotary positions are not supported by DFlash drafting"
 
