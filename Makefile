@@ -2,7 +2,7 @@
 VENV ?= .venv
 export CARRYOVER_VENV := $(VENV)
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup doctor demo test lint clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -10,11 +10,14 @@ help: ## show this list
 setup: ## make .venv with everything (CPU build of vLLM)
 	@infra/setup.sh cpu
 
+doctor: setup ## check this machine
+	@$(VENV)/bin/platform doctor
+
 demo: setup ## the whole pipeline on the embedded target, in minutes
 	@$(VENV)/bin/platform demo
 
-test: setup ## all tests
-	@$(VENV)/bin/python -m carryover.guardian $(VENV)/bin/python -m pytest
+test: setup ## all tests; PYTEST_ARGS="-k name" for some
+	@$(VENV)/bin/python -m carryover.guardian $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: setup ## style checks
 	@$(VENV)/bin/ruff check .

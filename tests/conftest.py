@@ -25,20 +25,81 @@ REPOSITORY = Path(__file__).parent.parent
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def pytest_configure():
+# tests of these marks must run wherever the whole suite does
+REAL = ("vllm", "ray")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require-real",
+        action="store_true",
+        help="fail unless tests that start vLLM and Ray ran, none of them skipped or deselected",
+    )
+
+
+def pytest_configure(config):
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    config.real_tests = {
+        mark: {"passed": 0, "failed": 0, "skipped": [], "deselected": []} for mark in REAL
+    }
 
 
+def pytest_deselected(items):
+    for item in items:
+        for mark in _real_marks(item):
+            item.config.real_tests[mark]["deselected"].append(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    for mark in _real_marks(item):
+        if report.skipped:
+            item.config.real_tests[mark]["skipped"].append(item.nodeid)
+        elif report.when == "call":
+            item.config.real_tests[mark][report.outcome] += 1
+    return report
+
+
+def _real_marks(item):
+    # tests for a GPU may be skipped where there is none
+    if item.get_closest_marker("gpu"):
+        return []
+    return [mark for mark in REAL if item.get_closest_marker(mark)]
+
+
+def _unreal(config):
+    """What --require-real objects to, one line for each mark."""
+    problems = []
+    for mark, count in config.real_tests.items():
+        if missing := count["skipped"] + count["deselected"]:
+            problems.append(f"{len(missing)} tests marked {mark} did not run: {missing[:5]}")
+        elif not count["passed"] + count["failed"]:
+            problems.append(f"no test marked {mark} ran")
+    return problems
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session):
     """Nothing that a test started may outlive the tests; orphans become children of this one."""
+    if session.config.getoption("--require-real") and _unreal(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
     left = [child for child in psutil.Process().children() if _is_worth_naming(child)]
     if left:
         names = ", ".join(f"{child.pid} {child.name()}" for child in left)
-        print(f"\nprocesses left by tests, now ended: {names}", file=sys.stderr)
+        session.config.left_processes = names
         end_processes(left)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if names := getattr(config, "left_processes", ""):
+        terminalreporter.write_line(f"processes left by tests, now ended: {names}", red=True)
+    if config.getoption("--require-real"):
+        for problem in _unreal(config):
+            terminalreporter.write_line(f"--require-real: {problem}", red=True)
 
 
 def _is_worth_naming(process):

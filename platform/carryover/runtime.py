@@ -3,13 +3,15 @@
 vLLM's CPU backend wants one OpenMP thread per physical core, bound, Intel's OpenMP runtime
 (installed by pip into the environment's `lib/`) and tcmalloc (a system package, optional). All
 must be in place before the process starts, so commands pass `engine_environment()` to the
-guardian. What the user has set is kept.
+guardian. What the user has set is kept. Shells get the same with
+`eval "$(python -m carryover.runtime)"`.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -39,7 +41,8 @@ def engine_environment() -> dict[str, str]:
 
 def has_gpu() -> bool:
     """Whether an NVIDIA device node is visible; looks at /dev alone, so it costs nothing."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and bool(glob.glob("/dev/nvidia[0-9]*"))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/dxg"))
 
 
 def has_fast_bfloat16() -> bool:
@@ -52,7 +55,10 @@ def has_fast_bfloat16() -> bool:
 
 
 def usable_cores() -> list[int]:
-    """One logical CPU per physical core among those that this process may run on."""
+    """One logical CPU per physical core among those that this process may run on.
+
+    A container's CPU quota counts: threads beyond it would only wait for each other.
+    """
     allowed = (
         sorted(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -63,7 +69,17 @@ def usable_cores() -> list[int]:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         key = siblings.read_text().strip() if siblings.exists() else str(cpu)
         first_of_core.setdefault(key, cpu)
-    return sorted(first_of_core.values())
+    cores = sorted(first_of_core.values())
+    return cores[: max(1, int(_cpu_quota()))] if _cpu_quota() < len(cores) else cores
+
+
+def _cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """CPUs that the container may use at once; infinite without a limit."""
+    try:
+        quota, period = file.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return float("inf")
 
 
 def find_libiomp() -> Path | None:
@@ -78,3 +94,8 @@ def find_tcmalloc() -> Path | None:
         for path in sorted(glob.glob(f"{folder}/libtcmalloc_minimal.so.4")):
             return Path(path)
     return None
+
+
+if __name__ == "__main__":
+    for _name, _value in engine_environment().items():
+        print(f"export {_name}={shlex.quote(_value)}")
