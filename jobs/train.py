@@ -88,7 +88,7 @@ def train(
     if (start_from is None) != (kind == "baseline"):
         raise ConfigError("carryover and control training begin at a checkpoint, baselines do not")
     if start_from is not None:
-        start_from = Path(start_from).absolute()
+        start_from = Path(start_from).resolve()
         config = continue_from(start_from, config)
     tracker = Tracker(tracking_uri)
     tracker.open(config.experiment)
@@ -133,7 +133,11 @@ def train(
             view.verified(verify_in_vllm(folder.initial, assignment.target))
             folder.update({"verified": True})
         with view.progress(num_steps, cache):
-            run_workers(assignment, Recorder(run, view, num_steps))
+            try:
+                run_workers(assignment, Recorder(run, view, num_steps))
+            except KeyboardInterrupt:
+                view.stopped(folder.path, folder.progress())
+                raise
         progress = folder.progress() or Progress(num_steps=num_steps)
         run.log_dict(checkpoint.describe(folder.path / "last"), "checkpoint.json")
         _summarise(run, progress)

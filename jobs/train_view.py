@@ -104,6 +104,16 @@ class View:
         """The user wants to stop."""
         self.line("stopping after this step, with a checkpoint; Ctrl-C again stops at once without")
 
+    def stopped(self, folder: Path, progress: Progress | None) -> None:
+        """The run was stopped by the user."""
+        if progress is None:
+            self.line("stopped before the first checkpoint; the same command begins again")
+        else:
+            self.line(
+                f"stopped; {folder / 'last'} is the drafter after step {progress.step:,}. The same "
+                "command continues the run"
+            )
+
     @contextmanager
     def progress(self, num_steps: int, cache: StateCache | None) -> Iterator[None]:
         """Bars while workers train."""

@@ -11,7 +11,7 @@ import ray.train.torch
 import torch
 
 from carryover.errors import UserError
-from carryover.training.session import Assignment, build_loop
+from carryover.training.session import Assignment, Stopped, build_loop
 from carryover.training.workers import Workers
 from jobs.board import BoardReporter
 
@@ -41,6 +41,8 @@ def train_worker(told: dict[str, Any]) -> None:
         if workers.is_first:
             reporter.report({"kind": "stage", "name": "training", "step": loop.progress.step})
         loop.run()
+    except Stopped:
+        return
     except UserError as error:
         # The driver shows it as it is; Ray would wrap it in tracebacks.
         reporter.report({"kind": "error", "type": type(error).__name__, "message": str(error)})

@@ -34,13 +34,15 @@ def run_workers(assignment: Assignment, recorder: Recorder) -> None:
     if owns_ray:
         start_ray(assignment.config.resources.address)
     try:
-        _run(assignment, recorder)
+        _run(assignment, recorder, may_leave=owns_ray)
     finally:
         if owns_ray:
             ray.shutdown()
 
 
-def _run(assignment: Assignment, recorder: Recorder) -> None:
+def _run(assignment: Assignment, recorder: Recorder, *, may_leave: bool) -> None:
+    """Follow the workers to their end; with `may_leave` not beyond a user's error, which restarts
+    of the workers would only repeat."""
     resources = assignment.config.resources
     per_worker = _resources_per_worker(resources)
     require_resources(resources.num_workers, per_worker)
@@ -64,7 +66,7 @@ def _run(assignment: Assignment, recorder: Recorder) -> None:
             alive = thread.is_alive()
             for event in ray.get(board.take.remote()):
                 recorder.take(event)
-            if not alive:
+            if not alive or (recorder.error is not None and may_leave):
                 break
             thread.join(POLL_S)
         except KeyboardInterrupt:

@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+from carryover import errors
 from carryover.errors import CheckpointError, UserError
 from carryover.targets import Target
-
-_USER_ERROR_STATUS = 2
 
 
 def verify_in_vllm(folder: Path, target: Target) -> str:
     """Serve the drafter with its target for a few tokens, and return one line about it.
 
     Raises:
-        CheckpointError: vLLM refuses the drafter, or fails with it.
+        UserError: of `carryover.drafters.verify`: vLLM refuses the drafter, or its text is wrong.
+        CheckpointError: the process died.
     """
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "jobs.verification",
-        str(folder),
-        target.name,
-        target.path,
-    ]
+    command = [sys.executable, "-P", "-m", __name__, str(folder), target.name, target.path]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 0:
-        return done.stdout.strip().splitlines()[-1]
-    if done.returncode == _USER_ERROR_STATUS:
-        raise CheckpointError(done.stdout.strip())
-    tail = "\n".join(done.stderr.strip().splitlines()[-30:])
-    raise CheckpointError(
-        f"vLLM failed with the untrained drafter {folder} (status {done.returncode}):\n{tail}\n"
-        "look at it with `platform doctor`, or train without this check by --skip-verify"
-    )
+    try:
+        answer = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        tail = "\n".join(done.stderr.strip().splitlines()[-30:])
+        raise CheckpointError(
+            f"vLLM died with the untrained drafter {folder} (status {done.returncode}):\n{tail}\n"
+            "look at the machine with `platform doctor`, or leave the check out by --skip-verify"
+        ) from None
+    if "error" in answer:
+        kind = getattr(errors, answer["error"], UserError)
+        raise kind(answer["message"] + "\nto train without this check, give --skip-verify")
+    return answer["report"]
 
 
-def _main(folder: str, name: str, path: str) -> int:
+def _main(folder: str, name: str, path: str) -> None:
     from carryover.drafters.verify import verify
 
     try:
-        print(verify(Path(folder), Target(name=name, path=path)))
+        answer = {"report": str(verify(Path(folder), Target(name=name, path=path)))}
     except UserError as error:
-        print(error)
-        return _USER_ERROR_STATUS
-    return 0
+        answer = {"error": type(error).__name__, "message": str(error)}
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
+    _main(*sys.argv[1:])

@@ -37,7 +37,7 @@ def test_bfloat16_is_sharded_and_ddp_is_refused():
     assert TrainConfig(precision="bfloat16").parallelism == "fsdp"
     assert TrainConfig(precision="float32").parallelism == "ddp"
     assert TrainConfig(resources={"gpus_per_worker": 1}).parallelism == "fsdp"
-    with pytest.raises(ConfigError, match="needs resources.parallelism fsdp"):
+    with pytest.raises(ConfigError, match="keeps float32 weights beside"):
         TrainConfig.parse({"precision": "bfloat16", "resources": {"parallelism": "ddp"}})
 
 

@@ -10,7 +10,7 @@ from training_runs import Remember, make_run, rows, train, weights
 
 from carryover.drafters import checkpoint
 from carryover.errors import CheckpointError, ConfigError
-from carryover.training.session import build_loop
+from carryover.training.session import Stopped, build_loop
 from carryover.training.snapshots import read_progress
 from carryover.training.workers import Workers
 
@@ -146,6 +146,22 @@ def test_cached_states_train_as_online_ones(tmp_path, tiny_llama):
     assert tokens == sum(len(r["prompt_ids"]) + len(r["response_ids"]) for r in rows())
     _, again = train(make_run(tmp_path / "again", tiny_llama, hidden_states=hidden))
     assert again.of("cached") == [] and again.losses() == cached.losses()
+
+
+def test_stopping_while_the_cache_is_filled_keeps_whole_parts(tmp_path, tiny_llama):
+    hidden = {"cache": "disk", "cache_folder": str(tmp_path / "hs"), "cache_dtype": "float32"}
+    assignment = make_run(tmp_path / "a", tiny_llama, data=rows(80), hidden_states=hidden)
+
+    class StopSoon(Remember):
+        def stop_requested(self):
+            return len(self.of("cached")) == 9  # in the second part
+
+    with pytest.raises(Stopped):
+        build_loop(assignment, workers=Workers(), reporter=StopSoon())
+    (folder,) = (tmp_path / "hs").iterdir()
+    assert [file.name for file in folder.glob("*part*")] == ["part-000000.arrow"]
+    loop, reporter = train(assignment)
+    assert len(reporter.of("cached")) == 2 and loop.progress.finished
 
 
 def test_training_raises_the_held_out_acceptance_of_learnable_text(tmp_path, tiny_llama):

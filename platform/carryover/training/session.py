@@ -6,6 +6,7 @@ The driver of a job uses the first half to check and to estimate; each worker us
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -127,6 +128,7 @@ def build_loop(assignment: Assignment, *, workers: Workers, reporter: Reporter) 
 
     Raises:
         UserError: whatever is wrong with data, target, checkpoint or settings.
+        Stopped: the user stopped the run while the cache was filled.
     """
     config, target, device = assignment.config, assignment.target, workers.device
     snapshots = Snapshots(assignment.run_folder, keep=config.checkpoints.keep)
@@ -217,6 +219,10 @@ def _saver(
     return save
 
 
+class Stopped(Exception):
+    """The user stopped the run before its loop began; there is nothing to save."""
+
+
 def _fill(
     cache: StateCache,
     load_target: Callable[[], nn.Module],
@@ -225,15 +231,24 @@ def _fill(
     workers: Workers,
     reporter: Reporter,
 ) -> None:
-    """Write the missing parts, each worker its share; return when all are there."""
+    """Write the missing parts, each worker its share; return when all are there.
+
+    Raises:
+        Stopped: on every worker, if one was asked to stop.
+    """
     missing = cache.missing_parts()
     workers.barrier()
     mine = missing[workers.rank :: workers.size]
+
+    def on_rows(tokens: int) -> None:
+        reporter.report({"kind": "cached", "tokens": tokens})
+        if reporter.stop_requested():
+            raise Stopped
+
     if mine:
         online = OnlineStates(load_target(), layer_ids=layer_ids, corpus=corpus)
-        cache.build(
-            online,
-            parts=mine,
-            on_rows=lambda tokens: reporter.report({"kind": "cached", "tokens": tokens}),
-        )
+        with suppress(Stopped):
+            cache.build(online, parts=mine, on_rows=on_rows)
     workers.barrier()
+    if cache.missing_parts():
+        raise Stopped
