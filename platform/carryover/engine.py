@@ -10,6 +10,7 @@ guardian): thread counts and preloaded libraries cannot be changed later.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from carryover.config import Config
-from carryover.errors import ConfigError, EnvironmentProblem, TargetError
+from carryover.errors import CheckpointError, ConfigError, EnvironmentProblem, TargetError
 from carryover.runtime import has_gpu
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def engine_kwargs(
     Args:
         target: the model to serve.
         config: defaults if None.
-        speculative: vLLM's `speculative_config`, such as `{"model": checkpoint_folder,
-            "num_speculative_tokens": 7}`; None decodes autoregressively.
+        speculative: vLLM's `speculative_config`, as `drafter_config` gives it; None decodes
+            autoregressively.
         log_stats: keep counters, so that `LLM.get_metrics()` works.
         gpu: whether the engine will run on a GPU; None: if this machine has one.
 
@@ -131,6 +132,34 @@ def engine_kwargs(
             f"engine.extra repeats {', '.join(repeated)}; set the engine key of that name instead"
         )
     return {**kwargs, **config.extra}
+
+
+def drafter_config(folder: str | Path, *, num_speculative_tokens: int) -> dict[str, Any]:
+    """vLLM's `speculative_config` for a drafter checkpoint, the drafting method always named.
+
+    Without it stock vLLM 0.32 guesses the method from the folder's *name*, and loads a DFlash
+    drafter whose path does not say so as a plain draft model, which then accepts nothing.
+
+    Args:
+        folder: checkpoint in speculators' format.
+        num_speculative_tokens: proposal length.
+
+    Raises:
+        CheckpointError: the folder's config.json names no method.
+    """
+    folder = Path(folder).expanduser().resolve()
+    try:
+        method = json.loads((folder / "config.json").read_text())["speculators_model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(
+            f"{folder} is no drafter checkpoint: its config.json is missing or names no "
+            "speculators_model_type; give a folder in speculators' format"
+        ) from None
+    return {
+        "model": str(folder),
+        "method": method,
+        "num_speculative_tokens": num_speculative_tokens,
+    }
 
 
 def start_engine(

@@ -12,7 +12,13 @@ from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.serve.llm import LLMConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from carryover.engine import GIB, cpu_kv_cache_bytes, engine_kwargs, free_memory
+from carryover.engine import (
+    GIB,
+    cpu_kv_cache_bytes,
+    drafter_config,
+    engine_kwargs,
+    free_memory,
+)
 from carryover.errors import ConfigError
 from carryover.runtime import engine_environment
 from carryover.serving.config import Arm, ServeConfig
@@ -58,10 +64,7 @@ def engine_arguments(config: ServeConfig, arm: Arm, *, target: Target) -> dict[s
             raise ConfigError(f"engine.extra.{name}: vLLM has no such engine argument{hint}")
     speculative = None
     if arm.drafter is not None:
-        speculative = {
-            "model": str(Path(arm.drafter).expanduser().resolve()),
-            "num_speculative_tokens": arm.num_speculative_tokens,
-        }
+        speculative = drafter_config(arm.drafter, num_speculative_tokens=arm.num_speculative_tokens)
     arguments = engine_kwargs(
         target, config.engine, speculative=speculative, log_stats=True,
         gpu=config.resources.device == "gpu",
