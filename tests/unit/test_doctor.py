@@ -71,7 +71,7 @@ def test_the_repository_root_hides_nothing(repository, monkeypatch):
 
 @pytest.mark.parametrize(("free", "status"), [(2, "red"), (6, "yellow"), (20, "green")])
 def test_memory(monkeypatch, free, status):
-    monkeypatch.setattr(doctor, "available_memory", lambda: free * GIB)
+    monkeypatch.setattr(doctor, "free_memory", lambda: free * GIB)
     finding = named(doctor.check_memory(), "memory")
     assert finding.status == status
     assert finding.found == f"{free}.0 GiB free"
@@ -163,15 +163,3 @@ def test_what_a_library_prints_does_not_disturb_the_answer():
         'print(\'loading\'); print(); print(\'[{"name": "n", "status": "green", "found": "f"}]\')'
     )
     assert doctor._read_probe("ray", python(code)) == [Finding("n", "green", "f")]
-
-
-def test_a_container_limit_counts(tmp_path, monkeypatch):
-    (tmp_path / "memory.max").write_text(str(3 * GIB))
-    (tmp_path / "memory.current").write_text(str(GIB))
-    real = doctor.Path
-    monkeypatch.setattr(
-        doctor, "Path", lambda path: tmp_path if path == "/sys/fs/cgroup" else real(path)
-    )
-    assert doctor.available_memory() == 2 * GIB
-    (tmp_path / "memory.max").write_text("max")
-    assert doctor.available_memory() > 0
