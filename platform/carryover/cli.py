@@ -50,7 +50,7 @@ for module in (doctor, demo, data, train, serve, bench, checkpoint, ui):
 def main() -> None:
     """Run the command line; the entry point of the `platform` script."""
     try:
-        app()
+        app(prog_name="platform")
     except UserError as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:

@@ -289,7 +289,7 @@ def probe_ray(_: str | None) -> Iterator[Finding]:
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         version = ray.get(ray.remote(platform.python_version).remote(), timeout=120)
     except Exception as error:
-        fix = "see /tmp/ray/session_latest/logs; `ray stop --force` ends a cluster that hangs"
+        fix = "`ray stop --force` ends a cluster that hangs; Ray's logs say why one does not start"
         yield Finding("Ray", "red", _brief(error), fix)
         return
     finally:

@@ -1,0 +1,110 @@
+"""The command line: instant help with examples, no heavy imports, exit codes."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import typer
+
+HEAVY = {
+    "torch", "transformers", "vllm", "ray", "mlflow", "speculators", "numpy", "pandas", "pyarrow",
+    "datasets", "scipy", "sqlalchemy", "pydantic", "yaml", "psutil", "httpx", "aiohttp",
+}  # fmt: skip
+HELP_CPU_S = 0.5
+
+
+def commands():
+    """Words of every command and group."""
+    from carryover.cli import app
+
+    def walk(command, words):
+        yield words
+        for name, child in sorted(getattr(command, "commands", {}).items()):
+            yield from walk(child, [*words, name])
+
+    return list(walk(typer.main.get_command(app), []))
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "carryover", *arguments], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environment},
+    )  # fmt: skip
+
+
+def cpu_s():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words) or "platform")
+def test_help_is_instant_and_shows_examples(words):
+    fastest = float("inf")
+    for _ in range(3):
+        before = cpu_s()
+        done = run(*words, "--help")
+        fastest = min(fastest, cpu_s() - before)
+        if fastest < HELP_CPU_S:
+            break
+    assert done.returncode == 0, done.stderr
+    assert fastest < HELP_CPU_S
+    assert "Usage: platform" in done.stdout
+    is_command = words not in ([], *(other[:-1] for other in commands() if other))
+    if is_command:
+        assert f"$ platform {' '.join(words)}" in done.stdout, "an example"
+
+
+def test_the_command_line_imports_nothing_heavy():
+    code = f"import sys, carryover.cli; print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_issue_of_commands_is_complete():
+    names = {" ".join(words) for words in commands()}
+    assert names >= {
+        "doctor", "demo", "data synthesize", "data regenerate", "data inspect", "train baseline",
+        "serve", "bench online", "checkpoint show", "checkpoint verify", "ui",
+    }  # fmt: skip
+
+
+def test_version_and_completion():
+    from carryover import __version__
+
+    assert run("--version").stdout == f"carryover {__version__}\n"
+    assert "--install-completion" in run("--help").stdout
+    script = run(_PLATFORM_COMPLETE="source_bash")
+    assert "complete -o default -F _platform_completion platform" in script.stdout
+    offered = run(
+        _PLATFORM_COMPLETE="complete_bash", COMP_WORDS="platform checkpoint v", COMP_CWORD="2"
+    )
+    assert offered.stdout.split() == ["verify"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["tarin"], "No such command"),
+        (["doctor", "--jsno"], "No such option"),
+        (["train", "baseline", "--config", "absent.yaml"], "no configuration file at absent.yaml"),
+    ],
+)
+def test_a_users_mistake_is_2_without_a_traceback(arguments, said):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_mistake_of_ours_is_1_with_a_traceback():
+    code = (
+        "import sys, carryover.cli as cli, carryover.config as config\n"
+        "config.read_yaml = lambda path: 1 / 0\n"
+        "sys.argv = ['platform', 'serve', '--config', 'x.yaml', '--dry-run']\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
