@@ -33,6 +33,8 @@ from carryover.targets import Target
 
 MAX_RESTARTS = 3
 SPEED_WINDOW_S = 20.0
+# Reading the first prompts of all slots is not how an engine goes on; but wait no longer for it.
+_FILLING_S = 30.0
 _OBJECT_STORE_BYTES = 200 * 2**20
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,8 @@ class EnginePool:
         self._queue: deque[Request] = deque()
         self._engines: list[_Engine] = []
         self._speed: deque[tuple[float, int]] = deque()
+        self._began: float | None = None
+        self._filled = False
         self._owns_ray = False
         # Small on CPU, where a step takes a third of a second; on GPU a call should not cost more
         # than the steps that it runs.
@@ -136,14 +140,22 @@ class EnginePool:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second, over the last seconds; 0 before the second reading."""
+        """Generated tokens per second, over the last seconds; 0 until it is known."""
         if len(self._speed) < 2:
             return 0.0
         (start, before), (end, after) = self._speed[0], self._speed[-1]
         return (after - before) / (end - start)
 
+    @property
+    def measured_s(self) -> float:
+        """Seconds over which `tokens_per_s` was measured."""
+        return self._speed[-1][0] - self._speed[0][0] if self._speed else 0.0
+
     def submit(self, request: Request) -> None:
         """Queue a request."""
+        if not self.in_flight:
+            self._speed.clear()
+            self._began, self._filled = None, False
         self._queue.append(request)
 
     def collect(self) -> list[Completion]:
@@ -158,17 +170,27 @@ class EnginePool:
         calls = {engine.call: engine for engine in self._engines if engine.call is not None}
         if not calls:
             return []
-        if not self._speed:
-            self._speed.append((time.monotonic(), self.generated_tokens))
+        read, generated = self.read_tokens, self.generated_tokens
+        if self._began is None:
+            self._began = time.monotonic()
+            self._speed.append((self._began, generated))
         ready, _ = ray.wait(list(calls), num_returns=1)
         finished: list[Completion] = []
         for call in ready:
             finished += self._receive(calls[call])
+        self._measure(filling=self.read_tokens - read > self.generated_tokens - generated)
+        return finished
+
+    def _measure(self, *, filling: bool) -> None:
+        """Take a reading for the speed; while engines are being filled it starts over."""
         now = time.monotonic()
+        if self._filled or not filling or now - self._began > _FILLING_S:
+            self._filled = True
+        else:
+            self._speed.clear()
         self._speed.append((now, self.generated_tokens))
         while len(self._speed) > 2 and now - self._speed[0][0] > SPEED_WINDOW_S:
             self._speed.popleft()
-        return finished
 
     def drop(self) -> None:
         """Forget all unfinished requests; the engines stay."""
@@ -183,7 +205,6 @@ class EnginePool:
                 ray.get(engine.actor.drop.remote())
             except RayError as error:
                 self._replace(engine, error)
-        self._speed.clear()
 
     def _start(self) -> None:
         if not ray.is_initialized():

@@ -128,16 +128,19 @@ def _run(
     report: Callable[[str | Estimate | RegenerationProgress], None],
 ) -> RegenerationSummary:
     start, before, restarts = time.monotonic(), engines.generated_tokens, engines.restarts
-    estimated = False
+    limit, estimated = config.max_new_tokens, False
     for _ in drain(engines, requests, work.handle):
         counts = work.counts
         generated = engines.generated_tokens - before
-        expected = expected_length(
-            limit=config.max_new_tokens, stopped=counts.done - counts.cut, generated=generated
-        )
-        tokens_left = max(0.0, work.left * expected - engines.pending_tokens)
+        stopped = counts.done - counts.cut
+        expected = expected_length(limit=limit, stopped=stopped, generated=generated)
+        # What is being written goes on from its age; the chance of ending is taken as constant.
+        running = min(engines.in_flight, work.left)
+        age = engines.pending_tokens / max(1, running)
+        rest = expected_length(limit=limit - age, stopped=stopped, generated=generated)
+        tokens_left = (work.left - running) * expected + running * rest
         speed = engines.tokens_per_s
-        warm = speed > 0 and time.monotonic() - start >= WARM_UP_S
+        warm = speed > 0 and (estimated or engines.measured_s >= WARM_UP_S)
         seconds_left = tokens_left / speed if warm else None
         if warm and not estimated:
             estimated = True

@@ -89,7 +89,7 @@ class Reporter:
         elif time.monotonic() - self._logged >= LOG_EVERY_S:
             self._logged = time.monotonic()
             left = "" if seconds_left is None else f", {duration(seconds_left)} left"
-            self._remark(f"{done:,} of {total:,} {self._what}, {rate}{left}")
+            self._remark(f"{done:,} of {total:,} {self._what}{', ' * bool(rate)}{rate}{left}")
 
 
 def show_synthesis(console: Console, summary: SynthesisSummary) -> None:

@@ -289,7 +289,7 @@ def render_chat(
         ) from None
 
 
-def expected_length(*, limit: int, stopped: int, generated: int) -> float:
+def expected_length(*, limit: float, stopped: int, generated: int) -> float:
     """Expected tokens of a response, also while most are unfinished.
 
     The mean of the finished ones alone is too low at first, since short ones finish first. With a

@@ -77,10 +77,10 @@ class SynthesizeConfig(Config):
     target: str = "embedded"
     out: str = Field("runs/data/prompts", description="folder; run again with more to extend it")
     num_prompts: int = Field(1000, ge=1)
-    temperature: float = Field(
-        0.9, gt=0, le=2, description="at 1.0 small targets turn to noise, at 0.7 to sameness"
+    temperature: float = Field(0.8, gt=0, le=2, description="at 1.0 small targets turn to noise")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="below 1 every step sorts the vocabulary: slow on CPU"
     )
-    top_p: float = Field(0.95, gt=0, le=1)
     min_tokens: int = Field(5, ge=1, description="of a prompt, opening included")
     max_tokens: int = Field(160, ge=2, description="of a prompt; those not ended by then are left")
     near_duplicate: float = Field(
