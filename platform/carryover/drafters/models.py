@@ -29,7 +29,17 @@ Result = TypeVar("Result")
 
 
 class BlockDrafter(nn.Module):
-    """What both regimes share: the backbone over many blocks at once. Mixed into both classes."""
+    """What both regimes share: the backbone over many blocks at once. Mixed into both classes.
+
+    Attributes:
+        carried_settings: the interface of a Carryover drafter; None for a baseline.
+        teacher_softcap: bound of the target's logits, if it has one.
+        target_identity: `Target.identity()` of the target that it was made for.
+    """
+
+    carried_settings: CarriedSettings | None = None
+    teacher_softcap: float | None = None
+    target_identity: dict[str, Any] | None = None
 
     def _make_decoder_layer(self, config, layer_idx: int) -> nn.Module:
         layer = BlockDecoderLayer(config.transformer_layer_config, layer_idx)
@@ -39,10 +49,6 @@ class BlockDrafter(nn.Module):
                 "supported; use a drafter whose layer_types are all 'full_attention'"
             )
         return layer
-
-    carried_settings: CarriedSettings | None = None
-    teacher_softcap: float | None = None
-    target_identity: dict[str, Any] | None = None
 
     @property
     def proposal_length(self) -> int:
