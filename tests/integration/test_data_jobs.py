@@ -10,6 +10,7 @@ from collections import Counter
 
 import psutil
 import pytest
+from talker import make_talker
 
 from carryover.data.prompts import PROMPTS, read_prompts
 from carryover.data.regeneration import RegenerateConfig, render_chat
@@ -19,8 +20,7 @@ from carryover.data.synthesis import SynthesizeConfig
 from carryover.engine import EngineConfig, PoolConfig
 from carryover.engine_worker import Request
 from carryover.errors import ConfigError, DataError, EnvironmentProblem, TargetError
-from carryover.targets import Target, resolve
-from carryover.testing import tiny_target
+from carryover.targets import Target
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
@@ -29,28 +29,7 @@ ENGINE = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_gib": 0.05, "seed":
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
-    """A tiny target that writes letters and spaces, and ends a turn now and then.
-
-    Every hidden state gets a large constant in its first dimension, which the head turns into a
-    bonus for the wanted tokens and a malus for all others.
-    """
-    import torch
-
-    folder = tmp_path_factory.mktemp("talker")
-    tiny_target(folder, architecture="qwen3", num_heads=2, num_kv_heads=1, num_layers=2)
-    target = resolve(str(folder))
-    model, tokenizer = target.load_model(), target.load_tokenizer()
-    wanted = torch.full((len(tokenizer),), -6.0)
-    for word, number in tokenizer.get_vocab().items():
-        if word.lstrip("Ġ").isalpha() and word.isascii() | word.startswith("Ġ"):
-            wanted[number] = 1.0
-    wanted[tokenizer.eos_token_id] = 1.2
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 5.0
-        model.lm_head.weight[:, 0] = wanted
-        model.lm_head.weight[:, 1:] *= 20.0
-    model.save_pretrained(folder)
-    return Target(name=str(folder), path=str(folder))
+    return make_talker(tmp_path_factory.mktemp("talker"))
 
 
 @pytest.fixture(scope="module")
