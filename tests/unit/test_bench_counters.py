@@ -1,5 +1,6 @@
 """vLLM's counters from Ray's page and from vLLM's own."""
 
+from carryover.bench import counters
 from carryover.bench.counters import counter_deltas, parse_counters
 
 RAY_PAGE = """\
@@ -48,3 +49,37 @@ def test_what_was_not_there_before_counts_from_zero():
         "a": {"num_drafts": 3.0, "num_accepted_tokens": 1.0},
         "b": {"num_drafts": 4.0},
     }
+
+
+class Page:
+    """A metrics page whose counter is exported two readings late."""
+
+    def __init__(self, monkeypatch):
+        self.value = self.shown = 0
+        self.readings = 0
+        monkeypatch.setattr(counters, "read_counters", self.read)
+        monkeypatch.setattr(counters, "POLL_S", 0.001)
+        monkeypatch.setattr(counters, "QUIET_S", 0.01)
+
+    def read(self, url):
+        self.readings += 1
+        if self.readings % 3 == 0:
+            self.shown = self.value
+        return {"dflash": {"num_drafts": float(self.shown)}}
+
+
+def test_a_window_waits_for_late_counts_and_leaves_the_warm_up_out(monkeypatch):
+    page = Page(monkeypatch)
+    window = counters.Window("http://x")
+    page.value = 5
+    window.begin({"dflash": 5, "autoregressive": 0})
+    page.value = 25
+    assert window.end({"dflash": 20, "autoregressive": 0})["dflash"]["num_drafts"] == 20.0
+
+
+def test_a_window_gives_up_on_counts_that_never_come(monkeypatch):
+    Page(monkeypatch)
+    monkeypatch.setattr(counters, "SETTLE_S", 0.05)
+    window = counters.Window("http://x")
+    window.begin({})
+    assert window.end({"dflash": 20})["dflash"]["num_drafts"] == 0.0

@@ -6,8 +6,9 @@ import socket
 import pytest
 
 from carryover.errors import ConfigError, ServingError
+from carryover.serving.cluster import claim_port
 from carryover.serving.config import Http, ServeConfig
-from carryover.serving.endpoint import claim_port, running
+from carryover.serving.endpoint import running
 
 
 def test_a_free_port_is_taken_and_zero_finds_one():

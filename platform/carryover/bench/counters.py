@@ -15,6 +15,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 POLL_S = 0.5
+QUIET_S = 2.0
 SETTLE_S = 15.0
 _COUNTER = re.compile(r"^(?:ray_)?vllm[:_](spec_decode_\w+?)_total$")
 
@@ -62,24 +63,62 @@ def counter_deltas(before: Counters, after: Counters) -> Counters:
     }
 
 
-def settled_deltas(url: str, before: Counters, *, expected: Mapping[str, int]) -> Counters:
-    """Read the deltas once they hold all that was measured: counters are exported with a delay.
+def read_settled(url: str, *, since: Counters, expected: Mapping[str, int]) -> Counters:
+    """Read the counters once they hold all that was asked for: they are exported with a delay.
 
     Args:
         url: of the page.
-        before: read before the bench.
-        expected: rounds by model id that the responses told of.
+        since: an earlier reading.
+        expected: rounds by model id since then, as the responses told.
 
     Returns:
-        The deltas after all rounds have arrived, or after `SETTLE_S`.
+        The counters, after the expected rounds have arrived and nothing has changed for `QUIET_S`,
+        or after `SETTLE_S`.
     """
     deadline = time.monotonic() + SETTLE_S
-    while True:
-        deltas = counter_deltas(before, read_counters(url))
+    last, quiet_since = read_counters(url), time.monotonic()
+    while time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        found = read_counters(url)
+        if found != last:
+            last, quiet_since = found, time.monotonic()
+        deltas = counter_deltas(since, found)
         arrived = all(
             deltas.get(model, {}).get("num_drafts", 0.0) >= count
             for model, count in expected.items()
         )
-        if arrived or time.monotonic() > deadline:
-            return deltas
-        time.sleep(POLL_S)
+        if arrived and time.monotonic() - quiet_since >= QUIET_S:
+            break
+    return last
+
+
+class Window:
+    """Counts what the engines did between two moments, after a warm-up.
+
+    Args:
+        url: of the page.
+
+    Raises:
+        httpx.HTTPError: the page cannot be read.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._before = read_counters(url)
+
+    def begin(self, warmed: Mapping[str, int]) -> None:
+        """Start counting.
+
+        Args:
+            warmed: rounds by model id since the window was made, which are not to be counted.
+        """
+        self._before = read_settled(self._url, since=self._before, expected=warmed)
+
+    def end(self, expected: Mapping[str, int]) -> Counters:
+        """What was counted since `begin`, by model id.
+
+        Args:
+            expected: rounds by model id, as the responses told.
+        """
+        after = read_settled(self._url, since=self._before, expected=expected)
+        return counter_deltas(self._before, after)

@@ -9,7 +9,6 @@ would run alone.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import httpx
 from pydantic import Field
 
 from carryover.bench import counters
+from carryover.bench.arms import choose_baseline, find_arms
 from carryover.bench.client import Response, Sampling, ask, closed_loop, open_session
 from carryover.bench.statistics import share_of_wall
 from carryover.bench.summary import (
@@ -37,7 +37,7 @@ from carryover.bench.summary import (
 from carryover.bench.workload import Block, count_categories, make_blocks, select_prompts
 from carryover.config import Config
 from carryover.data.prompts import Prompt, read_prompts
-from carryover.errors import ConfigError, ServingError
+from carryover.errors import ServingError
 from carryover.tracking import Run, Tracker
 
 EXPERIMENT = "bench"
@@ -137,7 +137,7 @@ def run(
         ServingError: the endpoint does not answer, or too many requests failed.
     """
     prompts = select_prompts(read_prompts(config.prompts), config.num_prompts, seed=config.seed)
-    arms = find_arms(config)
+    arms = find_arms(config.base_url, wanted=config.arms, baseline=config.baseline)
     folder = config.out / datetime.now().strftime("%Y%m%d-%H%M%S-%f-online")
     if tracker is None:
         result = _measure(config, arms, prompts, folder, on_progress)
@@ -154,63 +154,6 @@ def run(
     return result
 
 
-def find_arms(config: OnlineConfig) -> dict[str, dict[str, Any]]:
-    """Ask the endpoint for its arms: model id to description (empty for other servers' models).
-
-    Raises:
-        ServingError: it does not answer.
-        ConfigError: an arm or the baseline is unknown, or engine settings differ between arms.
-    """
-    url = f"{config.base_url}/v1/models"
-    try:
-        answer = httpx.get(url, timeout=30.0)
-        answer.raise_for_status()
-        listed = answer.json()["data"]
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        raise ServingError(
-            f"no endpoint at {config.url}: {error}; start one with `platform serve`, or "
-            "correct --url"
-        ) from None
-    described = {card["id"]: (card.get("metadata") or {}).get("carryover") for card in listed}
-    ours = {model: about for model, about in described.items() if about is not None}
-    known = ours or {model: {} for model in described}
-    for name in [*(config.arms or ()), *([config.baseline] if config.baseline else ())]:
-        if name not in known:
-            raise ConfigError(f"no arm {name!r} at {config.url}; it has: {', '.join(known)}")
-    wanted = config.arms or list(known)
-    if config.baseline is not None and config.baseline not in wanted:
-        raise ConfigError(f"the baseline {config.baseline!r} must be among the arms measured")
-    chosen = {name: known[name] for name in wanted}
-    _check_pairs(chosen)
-    return chosen
-
-
-def choose_baseline(config: OnlineConfig, arms: Mapping[str, dict[str, Any]]) -> str | None:
-    """The arm that others are divided by: the given one, the autoregressive one, or the first."""
-    if len(arms) < 2:
-        return None
-    if config.baseline is not None:
-        return config.baseline
-    plain = [name for name, about in arms.items() if about and about.get("drafter") is None]
-    return plain[0] if plain else next(iter(arms))
-
-
-def _check_pairs(arms: Mapping[str, dict[str, Any]]) -> None:
-    """Refuse to compare arms whose engines differ in more than the drafter."""
-    settings = {
-        name: {key: about[key] for key in ("target", "engine")}
-        for name, about in arms.items()
-        if about
-    }
-    first = next(iter(settings), None)
-    for name, values in settings.items():
-        if values != settings[first]:
-            raise ConfigError(
-                f"arms {first!r} and {name!r} differ in more than the drafter: "
-                f"{json.dumps(settings[first])} against {json.dumps(values)}; serve them alike"
-            )
-
-
 def _measure(
     config: OnlineConfig,
     arms: dict[str, dict[str, Any]],
@@ -220,20 +163,19 @@ def _measure(
     *,
     run_id: str | None = None,
 ) -> BenchResult:
-    before = _read_counters(config.metrics_url)
-    requests, measured_s = asyncio.run(_send_all(config, list(arms), prompts, on_progress))
+    window = _open_window(config.metrics_url)
+    requests, measured_s = asyncio.run(_send_all(config, list(arms), prompts, on_progress, window))
     by_arm = {arm: [r for r in requests if r.arm == arm] for arm in arms}
     summaries = {arm: summarise_arm(arm, by_arm[arm], measured_s=measured_s[arm]) for arm in arms}
-    baseline = choose_baseline(config, arms)
+    baseline = choose_baseline(arms, given=config.baseline)
     comparisons = {
         arm: compare_arms(by_arm[arm], by_arm[baseline], same_text=config.temperature == 0)
         for arm in arms
         if baseline is not None and arm != baseline
     }
     counted, agree = None, None
-    if before is not None:
-        rounds = {arm: s.num_drafts for arm, s in summaries.items() if s.num_drafts}
-        counted = counters.settled_deltas(config.metrics_url, before, expected=rounds)
+    if window is not None:
+        counted = window.end({arm: summary.num_drafts for arm, summary in summaries.items()})
         agree = _agree(counted, summaries)
     write_requests(requests, folder / "requests.parquet")
     engine = {arm: about.get("engine", {}) for arm, about in arms.items()}
@@ -243,7 +185,11 @@ def _measure(
 
 
 async def _send_all(
-    config: OnlineConfig, arms: list[str], prompts: Sequence[Prompt], on_progress: Progress | None
+    config: OnlineConfig,
+    arms: list[str],
+    prompts: Sequence[Prompt],
+    on_progress: Progress | None,
+    window: counters.Window | None,
 ) -> tuple[list[Request], dict[str, float]]:
     """Warm every arm up, then measure block by block."""
     sampling = Sampling(config.max_tokens, config.temperature, config.ignore_eos)
@@ -260,8 +206,9 @@ async def _send_all(
             on_progress(done, total, arm)
 
     async with open_session(timeout_s=config.request_timeout_s) as session:
-        for arm in arms:
-            await _warm_up(session, config, arm)
+        warmed = {arm: await _warm_up(session, config, arm) for arm in arms}
+        if window is not None:
+            await asyncio.to_thread(window.begin, warmed)
         for block in blocks:
             for arm in block.arms:
                 found, wall_s = await _send_block(
@@ -304,33 +251,34 @@ async def _send_block(
     return found, wall_s
 
 
-async def _warm_up(session: aiohttp.ClientSession, config: OnlineConfig, arm: str) -> None:
-    """Let an arm answer a few requests that are not measured.
+async def _warm_up(session: aiohttp.ClientSession, config: OnlineConfig, arm: str) -> int:
+    """Let an arm answer a few requests that are not measured; returns the rounds they took.
 
     Raises:
         ServingError: none of them is answered.
     """
     count = config.concurrency if config.num_warmup is None else config.num_warmup
-    problems: list[str | None] = []
+    responses: list[Response] = []
 
     async def send(text: str) -> None:
-        response = await ask(
-            session, config.base_url, model=arm, messages=[{"role": "user", "content": text}],
-            sampling=Sampling(min(WARMUP_TOKENS, config.max_tokens), config.temperature),
-        )  # fmt: skip
-        problems.append(response.error)
+        message = [{"role": "user", "content": text}]
+        sampling = Sampling(min(WARMUP_TOKENS, config.max_tokens), config.temperature)
+        responses.append(
+            await ask(session, config.base_url, model=arm, messages=message, sampling=sampling)
+        )
 
     texts = [f"{WARMUP_TEXTS[n % len(WARMUP_TEXTS)]} ({n})" for n in range(count)]
     await closed_loop([partial(send, text) for text in texts], concurrency=config.concurrency)
-    if problems and all(problems):
-        raise ServingError(f"arm {arm!r} answers no request: {problems[0]}")
+    if responses and all(response.error for response in responses):
+        raise ServingError(f"arm {arm!r} answers no request: {responses[0].error}")
+    return sum(response.num_drafts for response in responses)
 
 
-def _read_counters(url: str | None) -> counters.Counters | None:
+def _open_window(url: str | None) -> counters.Window | None:
     if url is None:
         return None
     try:
-        return counters.read_counters(url)
+        return counters.Window(url)
     except httpx.HTTPError as error:
         logger.warning("vLLM's counters at %s cannot be read (%s); going on without", url, error)
         return None

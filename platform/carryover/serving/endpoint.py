@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING, NoReturn
 
 import httpx
-import psutil
 
-from carryover.engine import quiet_vllm
-from carryover.errors import ConfigError, ServingError
-from carryover.guardian import end_processes
-from carryover.serving.config import Http, ServeConfig, check_drafters, check_target
-from carryover.serving.preload import without_gc
+from carryover.errors import ServingError
+from carryover.serving.cluster import check_resources, connected, quietly, serve_started
+from carryover.serving.config import ServeConfig, check_drafters, check_target
 from carryover.targets import resolve
 
 if TYPE_CHECKING:
     from carryover.serving.startup import Report
 
 READY_TIMEOUT_S = 60.0
-# Ray's counters reach its metrics page this often; the default of 10 s would delay every bench.
-_METRICS_INTERVAL_MS = 1000
 _HEALTH_POLL_S = 2.0
-_OBJECT_STORE_BYTES = 256 * 2**20
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,13 +59,13 @@ def running(
     config = check_drafters(config)
     target = resolve(config.target)
     check_target(config, target)
-    with _ray(config, address) as ours, _serve(config, ours=ours) as http:
+    with connected(config, address) as ours, serve_started(config, ours=ours) as http:
         from ray import serve
 
         from carryover.serving.application import build_application
         from carryover.serving.startup import wait_until_running
 
-        _check_resources(config)
+        check_resources(config)
         application = build_application(config, target=target)
         answering = False
         try:
@@ -98,80 +84,7 @@ def running(
         finally:
             # Replicas that are still starting would be waited for; a cluster of ours just ends.
             if answering or not ours:
-                _quietly("deleting the application", serve.delete, config.name)
-
-
-@contextmanager
-def _ray(config: ServeConfig, address: str | None) -> Iterator[bool]:
-    """Connect to Ray, starting it on this machine if need be; gives whether it was started."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-
-    if ray.is_initialized() and address is None:
-        yield False
-        return
-    if address is None:
-        claim_port(config.http)
-    # Importing vLLM takes longer than starting Ray, which mostly waits: do both at once.
-    imports = threading.Thread(target=_import_serving, daemon=True)
-    before = set(psutil.Process().children(recursive=True))
-    imports.start()
-    try:
-        if address is None:
-            ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, ceil(_reserved_cpus(config))),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                _system_config={"metrics_report_interval_ms": _METRICS_INTERVAL_MS},
-            )
-        else:
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"no Ray cluster at {address!r}: {error}; start it, correct --address, or "
-                    "leave it out to start one here"
-                ) from None
-        imports.join()
-        yield address is None
-    finally:
-        _quietly("stopping Ray", ray.shutdown)
-        if address is None:
-            # Engines do not always notice that their replica is gone.
-            end_processes(list(set(psutil.Process().children(recursive=True)) - before))
-
-
-@contextmanager
-def _serve(config: ServeConfig, *, ours: bool) -> Iterator[Http]:
-    """Start Serve if it is not running on the cluster, and then stop it again.
-
-    On a cluster of ours (`ours`), Serve ends with the cluster.
-    """
-    from ray import serve
-    from ray.serve.exceptions import RayServeException
-
-    try:
-        present = bool(serve.status().proxies)
-    except RayServeException:
-        present = False
-    if present:
-        yield config.http
-        return
-    port = claim_port(config.http)
-    http = config.http.model_copy(update={"port": port})
-    serve.start(
-        proxy_location="HeadOnly",
-        http_options={"host": http.host, "port": port},
-        logging_config={"log_level": "WARNING", "enable_access_log": False},
-    )
-    try:
-        yield http
-    finally:
-        if not ours:
-            _quietly("stopping Serve", serve.shutdown)
+                quietly("deleting the application", serve.delete, config.name)
 
 
 def watch_health(name: str, *, tell: Callable[[str], object]) -> NoReturn:
@@ -203,80 +116,6 @@ def watch_health(name: str, *, tell: Callable[[str], object]) -> NoReturn:
                 known[deployment] = status
                 arm = deployment.rpartition(":")[2]
                 tell(f"{arm}: {status.lower()} {overview.message.strip()[:300]}".strip())
-
-
-def claim_port(http: Http) -> int:
-    """Return the port to listen on, after making sure that it is free.
-
-    Raises:
-        ServingError: the port is in use (says by what), or the host is not this machine's.
-    """
-    with socket.socket(socket.AF_INET6 if ":" in http.host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((http.host, http.port))
-        except OSError as error:
-            raise ServingError(
-                f"cannot listen on {http.host}:{http.port}: {error.strerror}"
-                f"{_user_of(http.port)}; stop it, or choose another port with "
-                "--set http.port=PORT (0 takes a free one)"
-            ) from None
-        return probe.getsockname()[1]
-
-
-def _user_of(port: int) -> str:
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == "LISTEN":
-                if connection.pid is None:
-                    break
-                name = psutil.Process(connection.pid).name()
-                return f" (used by process {connection.pid}, {name})"
-    except psutil.Error:
-        return ""
-    return ""
-
-
-def _import_serving() -> None:
-    """Import the modules that bring vLLM, without their changes to this process's logging."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    quiet_vllm()
-    logging.disable(logging.WARNING)
-    try:
-        with without_gc():
-            importlib.import_module("carryover.serving.application")
-    finally:
-        logging.disable(logging.NOTSET)
-        root.handlers[:], root.level = handlers, level
-    for name in ("ray.serve", "ray.llm"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def _reserved_cpus(config: ServeConfig) -> float:
-    """CPUs that the application reserves: engines, replicas, and the ingress."""
-    replicas = len(config.arms) * config.resources.replicas
-    engine = config.resources.cpus_per_replica if config.resources.device == "cpu" else 0.0
-    return replicas * (engine + 0.1) + 0.1
-
-
-def _check_resources(config: ServeConfig) -> None:
-    """Refuse what the cluster can never schedule; Serve would wait for it for ever."""
-    import ray
-
-    present = ray.cluster_resources()
-    replicas = len(config.arms) * config.resources.replicas
-    needed = {"CPU": _reserved_cpus(config)}
-    if config.resources.device == "gpu":
-        workers = replicas * config.engine.tensor_parallel_size
-        needed["GPU"] = workers * config.resources.gpus_per_worker
-    for name, amount in needed.items():
-        if amount > present.get(name, 0.0) + 1e-6:
-            raise ServingError(
-                f"{replicas} replicas need {amount:g} {name}s, and the Ray cluster has "
-                f"{present.get(name, 0.0):g}; lower resources.replicas or the resources of each, "
-                "or serve fewer arms"
-            )
 
 
 def _client_host(host: str) -> str:
@@ -313,11 +152,3 @@ def _metrics_url() -> str | None:
         if node["NodeID"] == here and node.get("MetricsExportPort"):
             return f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     return None
-
-
-def _quietly(what: str, action: Callable[..., object], *arguments: object) -> None:
-    """Clean up one thing; a failure must not keep the next from being cleaned up."""
-    try:
-        action(*arguments)
-    except Exception as error:
-        logger.warning("%s failed: %s", what, error)

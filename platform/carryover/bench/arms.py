@@ -1,0 +1,72 @@
+"""Which arms an endpoint has, and whether they may be compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from carryover.errors import ConfigError, ServingError
+
+
+def find_arms(
+    url: str, *, wanted: Sequence[str] | None = None, baseline: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Ask an endpoint for its arms: model id to description (empty for other servers' models).
+
+    Args:
+        url: base URL, without `/v1`.
+        wanted: the arms to take; None takes all.
+        baseline: an arm that must be among them.
+
+    Raises:
+        ServingError: it does not answer.
+        ConfigError: an arm or the baseline is unknown, or engine settings differ between arms.
+    """
+    try:
+        answer = httpx.get(f"{url}/v1/models", timeout=30.0)
+        answer.raise_for_status()
+        listed = answer.json()["data"]
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        raise ServingError(
+            f"no endpoint at {url}: {error}; start one with `platform serve`, or correct --url"
+        ) from None
+    described = {card["id"]: (card.get("metadata") or {}).get("carryover") for card in listed}
+    ours = {model: about for model, about in described.items() if about is not None}
+    known = ours or {model: {} for model in described}
+    for name in [*(wanted or ()), *([baseline] if baseline else ())]:
+        if name not in known:
+            raise ConfigError(f"no arm {name!r} at {url}; it has: {', '.join(known)}")
+    if baseline is not None and baseline not in (wanted or known):
+        raise ConfigError(f"the baseline {baseline!r} must be among the arms measured")
+    chosen = {name: known[name] for name in wanted or known}
+    _check_pairs(chosen)
+    return chosen
+
+
+def choose_baseline(arms: Mapping[str, dict[str, Any]], *, given: str | None = None) -> str | None:
+    """The arm that others are divided by: the given one, the autoregressive one, or the first."""
+    if len(arms) < 2:
+        return None
+    if given is not None:
+        return given
+    plain = [name for name, about in arms.items() if about and about.get("drafter") is None]
+    return plain[0] if plain else next(iter(arms))
+
+
+def _check_pairs(arms: Mapping[str, dict[str, Any]]) -> None:
+    """Refuse to compare arms whose engines differ in more than the drafter."""
+    settings = {
+        name: {key: about[key] for key in ("target", "engine")}
+        for name, about in arms.items()
+        if about
+    }
+    first = next(iter(settings), None)
+    for name, values in settings.items():
+        if values != settings[first]:
+            raise ConfigError(
+                f"arms {first!r} and {name!r} differ in more than the drafter: "
+                f"{json.dumps(settings[first])} against {json.dumps(values)}; serve them alike"
+            )
