@@ -8,8 +8,7 @@ on any number of workers (up to rounding), and a resumed one equals an uninterru
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from carryover.errors import ConfigError
 from carryover.training.batch import Batch
 from carryover.training.config import TrainConfig, derived_seed
 from carryover.training.evaluate import Acceptance, make_batch
+from carryover.training.meters import StageClock, StepMeans
 from carryover.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from carryover.training.packing import Corpus, Schedule
 from carryover.training.snapshots import (
@@ -35,8 +35,6 @@ from carryover.training.snapshots import (
 from carryover.training.states import StateSource
 from carryover.training.step import StepResult
 from carryover.training.workers import Workers
-
-_SUMMED_METRICS = ("anchors", "tokens")
 
 
 class Reporter(Protocol):
@@ -163,13 +161,13 @@ class TrainingLoop:
     def _run_step(self) -> bool:
         """One optimizer step; returns whether the run shall stop."""
         config, workers, progress = self.config, self.workers, self.progress
-        clock = _Clock(workers.device)
+        clock = StageClock(workers.device)
         self.model.train()
         lr = learning_rate(progress.step, num_steps=progress.num_steps, settings=config.optimizer)
         set_learning_rate(self.optimizer, lr)
         packs = self.schedule.packs_of(progress.step)
         mine = range(workers.rank, len(packs), workers.size)
-        means = _Means(self._drafter.proposal_length)
+        means = StepMeans(self._drafter.proposal_length)
         num_tokens, finite = 0, True
         for place in mine:
             with clock.stage("states"):
@@ -284,59 +282,3 @@ def planned_steps(config: TrainConfig, schedule: Schedule) -> int:
     """Optimizer steps of the whole run."""
     steps = schedule.steps_in(config.epochs)
     return steps if config.max_steps is None else min(steps, config.max_steps)
-
-
-class _Means:
-    """Means of a step's metrics over packs and workers; `anchors` and `tokens` are sums.
-
-    A pack may lack a block position (short responses), so each metric has a count of its own. All
-    workers hold the same names, in the same order.
-    """
-
-    def __init__(self, proposal_length: int) -> None:
-        self._positions = range(1, proposal_length + 1)
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
-        for name, value in metrics.items():
-            prefix, is_position, _ = name.partition("/position_")
-            names = [f"{prefix}/position_{k}" for k in self._positions] if is_position else [name]
-            for known in names:
-                self._sums.setdefault(known, 0.0)
-                self._counts.setdefault(known, 0)
-            self._sums[name] += float(value)
-            self._counts[name] += 1
-
-    def totals(self) -> torch.Tensor:
-        names = sorted(self._sums)
-        values = [self._sums[name] for name in names] + [self._counts[name] for name in names]
-        return torch.tensor(values, dtype=torch.float64)
-
-    def of(self, totals: torch.Tensor) -> dict[str, float]:
-        sums, counts = totals.chunk(2)
-        return {
-            name: float(total if name in _SUMMED_METRICS else total / count)
-            for name, total, count in zip(sorted(self._sums), sums, counts, strict=True)
-            if count
-        }
-
-
-class _Clock:
-    """Wall-clock seconds of the stages of one step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stages_s: dict[str, float] = {}
-        self._device = device
-        self._started = time.monotonic()
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.stages_s[name] = self.stages_s.get(name, 0.0) + time.monotonic() - started
-
-    def total_s(self) -> float:
-        return time.monotonic() - self._started
