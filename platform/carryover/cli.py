@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from carryover import __version__
-from carryover.commands import bench, checkpoint, data, demo, doctor, serve, train, ui
+from carryover.commands import bench, checkpoint, data, demo, doctor, serve, sweep, train, ui
 from carryover.errors import UserError
 
 app = typer.Typer(
@@ -43,7 +43,7 @@ def root(
     """Train, serve and measure Carryover Drafting for speculative decoding."""
 
 
-for module in (doctor, demo, data, train, serve, bench, checkpoint, ui):
+for module in (doctor, demo, data, train, serve, bench, sweep, checkpoint, ui):
     module.register(app)
 
 

@@ -8,7 +8,7 @@ from command_lines import check_command_line
 
 LINE = re.compile(r"^(?:\$ )?(?P<command>[^#]*?)\s*(?:#.*)?$")
 # programs of others that the documentation may use; what they do is not ours to check
-OTHERS = {"docker", "kubectl", "curl", "git", "export", "cd", "pip", "vllm", "ray"}
+OTHERS = {"source", "docker", "kubectl", "curl", "git", "export", "cd", "pip", "vllm", "ray"}
 
 
 def documents(repository):

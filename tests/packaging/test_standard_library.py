@@ -43,27 +43,31 @@ def test_under_python_m_pytest_from_the_repository_root(repository, tmp_path):
     assert is_standard(done.stdout.splitlines()[0])
 
 
+@pytest.fixture
+def cluster_on_the_repository(repository):
+    import ray
+
+    excludes = [".git", ".venv", "runs", "tests", "*.db", "mlartifacts"]
+    ray.init(
+        num_cpus=1, include_dashboard=False, logging_level="ERROR",
+        runtime_env={"working_dir": str(repository), "excludes": excludes},
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+
+
 @pytest.mark.ray
-def test_inside_a_ray_worker_whose_working_folder_is_the_repository(ray_cluster, repository):
-    @ray_cluster.remote(
-        runtime_env={
-            "working_dir": str(repository),
-            "excludes": [".git", ".venv", "runs", "tests", "*.db", "mlartifacts"],
-        }
-    )
+def test_inside_a_ray_worker_whose_working_folder_is_the_repository(cluster_on_the_repository):
+    @cluster_on_the_repository.remote
     def probe():
         import os
         import platform
         import sys
 
-        import jobs
+        on_path = [entry or "." for entry in sys.path if os.path.isdir(entry or ".")]
+        seen = os.path.isdir("platform") and any(os.path.samefile(p, ".") for p in on_path)
+        return f"{platform.python_version()} {platform.__file__}", seen
 
-        inside = os.path.isdir("platform") and any(
-            os.path.samefile(entry or ".", ".") for entry in sys.path if os.path.isdir(entry or ".")
-        )
-        return platform.python_version(), platform.__file__, inside, jobs.__file__
-
-    version, file, inside, jobs_file = ray_cluster.get(probe.remote(), timeout=300)
-    assert inside, "the worker sees the repository's platform folder on its path"
-    assert is_standard(f"{version} {file}")
-    assert jobs_file
+    output, seen = cluster_on_the_repository.get(probe.remote(), timeout=300)
+    assert seen, "the worker has the repository's platform folder on its path"
+    assert is_standard(output)
