@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from carryover.drafters.checkpoint import initialise, save
+from carryover.drafters.carried import CarriedSettings
+from carryover.drafters.checkpoint import initialise, load, save
 from carryover.drafters.settings import DrafterSettings
 from carryover.targets import Target, resolve
 from carryover.testing import tiny_target
@@ -77,11 +76,16 @@ def make_drafter(
 ) -> Path:
     """A baseline checkpoint that has learned the greedy text after the first random prompts."""
     torch.manual_seed(0)
-    settings = {"num_layers": 2, "target_layer_ids": (1, 3), **settings}
-    drafter = initialise(
-        regime, target, DrafterSettings(proposal_length=proposal_length, **settings), seed=0
+    settings = DrafterSettings(
+        proposal_length=proposal_length,
+        **{"num_layers": 2, "target_layer_ids": (1, 3), **settings},
     )
-    batch = _greedy_batch(target, drafter.target_layer_ids)
+    batch = _greedy_batch(target, settings.target_layer_ids) if steps else None
+    counts = None
+    if settings.draft_vocab_size is not None:
+        # Without special tokens: random text holds even the one that fills mask slots.
+        counts = Counter(t for t in batch.input_ids_T.tolist() if t >= 10)
+    drafter = initialise(regime, target, settings, token_counts=counts, seed=0)
     trainable = [p for p in drafter.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=3e-3)
     generator = torch.Generator().manual_seed(0)
@@ -94,25 +98,14 @@ def make_drafter(
     return save(drafter, folder, {"made_by": "a test"})
 
 
-def add_carryover(
-    baseline: Path, folder: Path, target: Target, *, scale: float = 0.1, seed: int = 0
-) -> Path:
+def add_carryover(baseline: Path, folder: Path, target: Target, *, scale: float = 0.1) -> Path:
     """The same drafter as a Carryover checkpoint, with a random marker."""
-    shutil.copytree(baseline, folder)
-    config = json.loads((folder / "config.json").read_text())
-    hidden_size = config["transformer_layer_config"]["hidden_size"]
-    config["carryover"] = {
-        "format_version": 1,
-        "carried": "hidden_states",
-        "mark": "embedding",
-        "target": target.identity(),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(seed)
-    tensors["carryover_marker"] = scale * torch.randn(hidden_size, generator=generator)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    drafter = load(baseline, target)
+    drafter.add_carried_context(CarriedSettings())
+    generator = torch.Generator().manual_seed(0)
+    marker = drafter.carryover_marker
+    marker.data.copy_(scale * torch.randn(marker.shape, generator=generator))
+    return save(drafter, folder, {"made_by": "a test"})
 
 
 def start(target: Target, drafter: Path | None = None, **settings: Any) -> LLM:
@@ -174,6 +167,7 @@ class Round:
     proposals: list[int]
     rejected: int
     carried: int
+    carried_hidden: torch.Tensor | None
 
 
 @dataclass
@@ -188,15 +182,25 @@ class Recorder:
         for row, name in enumerate(step.request_ids):
             if not step.drafting[row]:
                 continue
+            first, kept = (
+                (0, 0) if carried is None else (int(carried.first_R[row]), int(carried.kept_R[row]))
+            )
             self.rounds[name].append(
                 Round(
                     committed=-1 if carried is None else int(carried.committed_R[row]),
                     anchor=int(step.anchors_R[row]),
                     proposals=step.proposals_RB[row].tolist(),
                     rejected=0 if carried is None else int(carried.rejected_R[row]),
-                    carried=0 if carried is None else int(carried.kept_R[row]),
+                    carried=kept,
+                    carried_hidden=step.carried_hidden_TH[first : first + kept] if kept else None,
                 )
             )
+
+    def in_order(self) -> list[list[Round]]:
+        """Rounds of each request, in the order in which requests were made."""
+        return [
+            self.rounds[name] for name in sorted(self.rounds, key=lambda n: int(n.split("-")[0]))
+        ]
 
 
 @contextmanager
@@ -212,12 +216,18 @@ def recording(llm: LLM) -> Iterator[Recorder]:
 
 def generate(llm: LLM, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
     """Token ids that the engine answers; temperature 0 and 40 tokens unless told otherwise."""
+    outputs = complete(llm, prompts, [sampling] * len(prompts))
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def complete(llm: LLM, prompts: Sequence[Sequence[int]], samplings: Sequence[dict]) -> list[Any]:
+    """The engine's outputs, each prompt with its own settings on top of `generate`'s."""
     from vllm import SamplingParams
 
-    values = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, **sampling}
+    defaults = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    outputs = llm.generate(inputs, SamplingParams(**values), use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    parameters = [SamplingParams(**{**defaults, **sampling}) for sampling in samplings]
+    return llm.generate(inputs, parameters, use_tqdm=False)
 
 
 def counter(llm: LLM, name: str) -> Any:

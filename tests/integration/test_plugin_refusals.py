@@ -203,7 +203,7 @@ def test_every_problem_is_listed_at_once(target: Target, drafters: dict[str, Pat
             "format_version is 2, this plugin reads",
         ),
         (lambda c: c["carryover"].update(carried="draft_tokens"), "serves 'hidden_states' only"),
-        (lambda c: c["carryover"].update(mark="projector"), "serves 'embedding' only"),
+        (lambda c: c["carryover"].update(mark="projector"), "serves 'embedding' or 'none' only"),
         (lambda c: c["carryover"].pop("target"), "target, the identity of the target, is missing"),
         (lambda c: c.update(carryover=1), "must be a mapping"),
         (lambda c: c.update(sliding_window_non_causal=False), "set it to true"),
@@ -244,3 +244,12 @@ def test_a_missing_marker_is_noticed_when_weights_load(
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedCheckpoint, match="carryover_marker is missing"):
         models.start(target, copy)
+
+
+def test_drafter_layers_in_several_cache_groups(tmp_path: Path) -> None:
+    """A target of mixed attention types, on the V1 runner."""
+    gemma = models.make_target(tmp_path / "gemma", "gemma4")
+    baseline = models.make_drafter(gemma, tmp_path / "baseline", steps=0)
+    checkpoint = models.add_carryover(baseline, tmp_path / "carryover", gemma)
+    with pytest.raises(UnsupportedEngine, match="set disable_hybrid_kv_cache_manager to true"):
+        models.start(gemma, checkpoint)

@@ -23,7 +23,9 @@ def upstream(patch: patches.Patch):
     return getattr(current, "__wrapped__", current)
 
 
-@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda p: f"{p.owner}.{p.attribute}")
+@pytest.mark.parametrize(
+    "patch", patches.PATCHES, ids=lambda p: f"{p.owner or p.module}.{p.attribute}"
+)
 def test_upstream_is_as_it_was_when_tried(patch: patches.Patch) -> None:
     """A vLLM whose function changed its parameters must be read again before it is patched."""
     if patch.attribute is None:
@@ -47,6 +49,7 @@ OVERRIDDEN = {
         ),
         "_sample_draft_tokens": ("self", "hidden_states", "sampling_metadata"),
         "_sample_from_logits": ("self", "logits", "sampling_metadata"),
+        "validate_same_kv_cache_group": ("self", "kv_cache_config"),
     },
     ("vllm.v1.worker.gpu.spec_decode.dflash.speculator", "DFlashSpeculator"): {
         "prepare_context_anchor": ("self", "input_batch", "num_rejected"),

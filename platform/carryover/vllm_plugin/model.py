@@ -23,9 +23,10 @@ class _HasMarker(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        # NaN until loaded: a missing tensor cannot pass for a trained one.
+        # NaN until loaded: a missing tensor cannot pass for a trained one. Without a mark, zero.
+        initial = 0.0 if self.config.carryover["mark"] == "none" else float("nan")
         self.carryover_marker = nn.Parameter(
-            torch.full((self.config.hidden_size,), float("nan")), requires_grad=False
+            torch.full((self.config.hidden_size,), initial), requires_grad=False
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

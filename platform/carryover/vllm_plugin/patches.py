@@ -19,11 +19,11 @@ _MARK = "carryover_patch"
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced attribute of a vLLM class.
+    """One replaced attribute of a vLLM class or module.
 
     Attributes:
-        module: where the class lives.
-        owner: the class.
+        module: where it lives.
+        owner: the class; None: the module itself.
         attribute: what is replaced; None: the class itself changes in place.
         reason: why no hook of vLLM does it.
         parameters: of upstream's function, in order; for a class, its fields.
@@ -31,15 +31,16 @@ class Patch:
     """
 
     module: str
-    owner: str
+    owner: str | None
     attribute: str | None
     reason: str
     parameters: tuple[str, ...]
     wrap: Callable[[Any], Any]
 
-    def load_owner(self) -> type:
-        """Import the class."""
-        return getattr(importlib.import_module(self.module), self.owner)
+    def load_owner(self) -> Any:
+        """Import the class or module."""
+        module = importlib.import_module(self.module)
+        return module if self.owner is None else getattr(module, self.owner)
 
     def apply(self) -> None:
         """Replace, unless that is done already."""
@@ -141,6 +142,13 @@ def _hiding_seeds(original: Callable) -> Callable:
     from carryover.vllm_plugin.cpu_seeds import hiding
 
     return hiding(original)
+
+
+def _leaving_nothing_alone(original: Callable) -> Callable:
+    def apply_top_k_only(logits: Any, k: Any) -> Any:
+        return original(logits, k) if logits.shape[0] else logits
+
+    return apply_top_k_only
 
 
 def _norming_layer_by_layer(original: Callable) -> Callable:
@@ -268,5 +276,14 @@ PATCHES = (
         "norm; the one patch that baseline drafters feel, on CPU, so that comparisons stay fair",
         parameters=("self", "all_k"),
         wrap=_norming_layer_by_layer,
+    ),
+    Patch(
+        module="vllm.v1.sample.ops.topk_topp_sampler",
+        owner=None,
+        attribute="apply_top_k_only",
+        reason="fault of the CPU build: with speculation, a request that sets top_k alone ends the "
+        "engine in the first step without proposals ('max(): ... input.numel() == 0')",
+        parameters=("logits", "k"),
+        wrap=_leaving_nothing_alone,
     ),
 )

@@ -18,6 +18,7 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from carryover.vllm_plugin import reading
 from carryover.vllm_plugin.rows import Carried, find_carried, mark_rows, place_rows
+from carryover.vllm_plugin.validation import UnsupportedEngine
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,21 @@ class _Observable(DFlashProposer):
         super().__init__(vllm_config, device, runner)
         self._runner = runner
         self._carried: Carried | None = None
+
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        """Check that vLLM put all drafter layers into one KV cache group, which V1 needs.
+
+        Raises:
+            UnsupportedEngine: it did not, as happens where the target mixes attention types.
+        """
+        try:
+            super().validate_same_kv_cache_group(kv_cache_config)
+        except AssertionError:
+            raise UnsupportedEngine(
+                "the target mixes full and sliding-window attention, and vLLM's V1 runner spread "
+                "the drafter's layers over several KV cache groups; set "
+                "disable_hybrid_kv_cache_manager to true, or use the V2 runner"
+            ) from None
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Draft for the batch: [R, B] token ids."""

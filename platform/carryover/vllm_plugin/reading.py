@@ -15,6 +15,8 @@ from carryover.vllm_plugin.install import refuse_untried_version
 
 SECTION = "carryover"
 FORMAT_VERSIONS = (1,)
+# What is carried, and how it is marked; the rest of the interface ablation is not served.
+SERVED = {"carried": ("hidden_states",), "mark": ("embedding", "none")}
 # vLLM takes the first architecture it knows; the stock name stays behind ours because vLLM's
 # configuration code looks for it.
 ARCHITECTURES = {"dflash": "CarryoverDFlashModel", "dspark": "CarryoverMarkovModel"}
@@ -104,11 +106,12 @@ def _check(section: Any, config: Mapping[str, Any]) -> None:
             f"config.json: {SECTION}.format_version is {version!r}, this plugin reads "
             f"{', '.join(map(str, FORMAT_VERSIONS))}; install the release that wrote it"
         )
-    for key, served in (("carried", "hidden_states"), ("mark", "embedding")):
-        if section.get(key) != served:
+    for key, served in SERVED.items():
+        if section.get(key) not in served:
             raise UnsupportedCheckpoint(
-                f"config.json: {SECTION}.{key} is {section.get(key)!r}, vLLM serves {served!r} "
-                "only; other interfaces run in the reference decoder"
+                f"config.json: {SECTION}.{key} is {section.get(key)!r}, vLLM serves "
+                f"{' or '.join(map(repr, served))} only; other interfaces run in the reference "
+                "decoder"
             )
     if not isinstance(section.get("target"), Mapping):
         raise UnsupportedCheckpoint(
