@@ -47,6 +47,10 @@ class RunFolder:
         temporary.write_text(json.dumps(record, indent=2) + "\n")
         os.replace(temporary, self._record_path)
 
+    def write_config(self, text: str) -> None:
+        """Keep the settings of the latest start, for the reader."""
+        (self.path / "config.yaml").write_text(text)
+
     def progress(self) -> Progress | None:
         """Where the run stands; None before its first checkpoint."""
         latest = self.snapshots.latest()

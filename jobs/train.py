@@ -109,6 +109,7 @@ def train(
     else:
         view.stage("making the drafter")
         folder.create(identity, lambda path: _initialise(assignment, data, start_from, path))
+    folder.write_config(config.to_yaml())
     description = checkpoint.describe(folder.initial)
     num_steps = planned_steps(
         config,
