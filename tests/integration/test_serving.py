@@ -43,7 +43,8 @@ def application(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("serving")
     target = make_target(folder / "target")
-    drafter = make_drafter(target, folder / "drafter", steps=60, proposal_length=PROPOSAL_LENGTH)
+    # not called dflash: vLLM would guess the method from the name if it were not given
+    drafter = make_drafter(target, folder / "proposer", steps=150, proposal_length=PROPOSAL_LENGTH)
     config = ServeConfig.parse(
         {
             "name": "tiny",
@@ -156,6 +157,22 @@ def test_the_answer_names_its_arm_and_tells_its_acceptance(client):
             assert speculative["num_spec_steps"] > 0
         else:
             assert speculative is None
+
+
+def test_a_trained_drafter_is_used_as_what_it_is(client):
+    """On text it was trained on it must accept proposals; loaded as a plain model it would not."""
+    from plugin_models import random_prompts
+
+    drafts = accepted = 0
+    for prompt in random_prompts(8):
+        answer = client.completions.create(
+            model="dflash", prompt=prompt, max_tokens=40, temperature=0
+        )
+        speculative = answer.metrics["speculative_decoding"]
+        drafts += speculative["num_spec_steps"]
+        accepted += speculative["num_accepted_draft_tokens"]
+    # guessing among 320 tokens would give about 1.01
+    assert 1 + accepted / drafts > 1.1
 
 
 def test_completions_work_too(client):
@@ -338,6 +355,7 @@ def test_arms_differ_in_nothing_but_the_drafter(application):
     speculative = drafted.pop("speculative_config")
     assert drafted.pop("per_request_spec_decode_metrics") == "summary"
     assert plain == drafted
+    assert speculative["method"] == "dflash"
     assert speculative["num_speculative_tokens"] == PROPOSAL_LENGTH
     assert plain["kv_cache_memory_bytes"] > 0 and plain["max_num_batched_tokens"] == 64
 
