@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 from ray import tune
 
-from carryover.errors import ConfigError, ServingError
+from carryover.errors import ConfigError, ServingError, UserError
 from carryover.tracking import Run, Tracker
 from sweeps.settings import Measurement, Setting, SweepConfig, choose, settings_of, unfinished
 
@@ -38,31 +39,36 @@ def measure(trial: dict[str, Any]) -> None:
     Args:
         trial: `config` (values of a SweepConfig with absolute paths) and `setting`.
     """
+    config, setting = SweepConfig.parse(trial["config"]), Setting(**trial["setting"])
+    try:
+        for measurement in _measurements(config, setting):
+            tune.report({"measurement": asdict(measurement)})
+    except Exception as error:
+        known = isinstance(error, UserError)
+        tune.report({"failure": str(error) if known else traceback.format_exc()})
+        raise
+
+
+def _measurements(config: SweepConfig, setting: Setting) -> Iterator[Measurement]:
     from carryover.bench import online
     from carryover.serving.endpoint import running
 
-    config = SweepConfig.parse(trial["config"])
-    setting = Setting(**trial["setting"])
     application = config.serve.model_copy(update={"arms": [setting.served()]})
     with running(application) as endpoint:
         for temperature, concurrency in config.loads():
-            result = online.run(
-                online.OnlineConfig(
-                    url=endpoint.url,
-                    arms=[setting.name],
-                    prompts=config.prompts,
-                    num_prompts=config.num_prompts,
-                    concurrency=concurrency,
-                    max_tokens=config.max_tokens,
-                    temperature=temperature,
-                    seed=config.seed,
-                    out=config.out / "requests" / setting.name,
-                )
+            bench = online.OnlineConfig(
+                url=endpoint.url,
+                arms=[setting.name],
+                prompts=config.prompts,
+                num_prompts=config.num_prompts,
+                concurrency=concurrency,
+                max_tokens=config.max_tokens,
+                temperature=temperature,
+                seed=config.seed,
+                out=config.out / "requests" / setting.name,
             )
-            measurement = Measurement(
-                setting.name, temperature, concurrency, result.summaries[setting.name].metrics()
-            )
-            tune.report({"measurement": asdict(measurement)})
+            figures = online.run(bench).summaries[setting.name].metrics()
+            yield Measurement(setting.name, temperature, concurrency, figures)
 
 
 def run(
@@ -189,6 +195,7 @@ class Recorder(tune.Callback):
     ) -> None:
         self.results, self.parent, self.on_progress = results, parent, on_progress
         self.total = len(settings_of(config)) * len(config.loads())
+        self.failed: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune pickles callbacks for its own resuming, which is not used."""
@@ -196,9 +203,18 @@ class Recorder(tune.Callback):
 
     def on_trial_result(self, iteration, trials, trial, result, **info) -> None:
         """Called by Tune with every report of a trial."""
-        if "measurement" not in result:
-            return
-        measurement = Measurement(**result["measurement"])
+        if "failure" in result:
+            self._fail(Setting(**trial.config["setting"]), result["failure"])
+        elif "measurement" in result:
+            self._keep(Measurement(**result["measurement"]), trial.config["setting"])
+
+    def on_trial_error(self, iteration, trials, trial, **info) -> None:
+        """Called by Tune when a trial failed, which it has told unless its process died."""
+        setting = Setting(**trial.config["setting"])
+        if setting.name not in self.failed:
+            self._fail(setting, "the trial's process died; most often memory ran out")
+
+    def _keep(self, measurement: Measurement, setting: Mapping[str, Any]) -> None:
         self.results.add(measurement)
         self._tell(measurement)
         if self.parent is None:
@@ -208,14 +224,11 @@ class Recorder(tune.Callback):
                 "temperature": measurement.temperature,
                 "concurrency": measurement.concurrency,
             }
-            child.log_params({**trial.config["setting"], **load})
+            child.log_params({**setting, **load})
             child.log_metrics(measurement.figures)
 
-    def on_trial_error(self, iteration, trials, trial, **info) -> None:
-        """Called by Tune when a trial failed: it fails alone."""
-        setting = Setting(**trial.config["setting"])
-        error = trial.get_pickled_error() or trial.get_error()
-        reason = str(getattr(error, "cause", None) or error).strip()
+    def _fail(self, setting: Setting, reason: str) -> None:
+        self.failed.add(setting.name)
         self.results.fail(setting.name, reason)
         self._tell(setting, reason)
         if self.parent is None:
