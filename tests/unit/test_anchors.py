@@ -62,6 +62,19 @@ def test_labels_follow_the_anchor_and_end_with_the_response(batch):
     assert rows.max() < len(batch)
 
 
+def test_labels_end_where_the_next_document_begins_with_a_response():
+    batch = random_batch([(2, 3), (0, 6)])
+    _, valid = block_labels(batch, torch.tensor([3]), 4)
+    assert valid.tolist() == [[True, False, False, False]]
+
+
+def test_labels_end_where_the_response_does_inside_a_document(batch):
+    """As with a second user turn behind the answer; what comes later never counts again."""
+    batch.response_mask_T[6] = False
+    _, valid = block_labels(batch, torch.tensor([4]), 4)
+    assert valid.tolist() == [[True, False, False, False]]
+
+
 def test_shift_goes_past_the_correction_token(batch):
     anchors = torch.tensor([4, 5, 8, 16, 17, 18])
     accepted = torch.tensor([2, 0, 0, 1, 2, 1])
