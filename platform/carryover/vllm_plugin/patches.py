@@ -4,6 +4,9 @@ vLLM offers hooks for most of what Carryover needs: the plugin entry point, the 
 checkpoint readers and of model classes, and methods to override in proposers and speculators.
 What is below has no hook. Each entry names the parameters that upstream's function had in the
 versions tried; a test compares them, so that a changed vLLM is noticed before it is served.
+
+The last entries repair faults of vLLM's CPU build. They also act on baseline checkpoints, and on
+CPU only: left alone, the faults end engines, or falsify every comparison made on CPU.
 """
 
 from __future__ import annotations
@@ -145,10 +148,15 @@ def _hiding_seeds(original: Callable) -> Callable:
 
 
 def _leaving_nothing_alone(original: Callable) -> Callable:
-    def apply_top_k_only(logits: Any, k: Any) -> Any:
-        return original(logits, k) if logits.shape[0] else logits
+    from carryover.vllm_plugin.cpu_sampling import leaving_nothing_alone
 
-    return apply_top_k_only
+    return leaving_nothing_alone(original)
+
+
+def _spreading(original: Callable) -> Callable:
+    from carryover.vllm_plugin.cpu_sampling import spreading
+
+    return spreading(original)
 
 
 def _norming_layer_by_layer(original: Callable) -> Callable:
@@ -273,7 +281,7 @@ PATCHES = (
         owner="DFlashQwen3Model",
         attribute="_normalize_context_k",
         reason="fault of the CPU build: every drafter layer's context keys get the first layer's "
-        "norm; the one patch that baseline drafters feel, on CPU, so that comparisons stay fair",
+        "norm, so that trained drafters propose something else than they should",
         parameters=("self", "all_k"),
         wrap=_norming_layer_by_layer,
     ),
@@ -285,5 +293,14 @@ PATCHES = (
         "engine in the first step without proposals ('max(): ... input.numel() == 0')",
         parameters=("logits", "k"),
         wrap=_leaving_nothing_alone,
+    ),
+    Patch(
+        module="vllm.v1.sample.rejection_sampler",
+        owner=None,
+        attribute="expand_batch_to_tokens",
+        reason="fault of the CPU build: temperature, top-k and top-p of proposals are read from "
+        "memory that nobody wrote",
+        parameters=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+        wrap=_spreading,
     ),
 )
