@@ -39,7 +39,7 @@ def test_the_table_shows_figures_with_intervals_and_failures():
     console.print(result_table(result()))
     text = console.file.getvalue()
     assert "2.20x [2.20, 2.20]" in text
-    assert "1 (baseline)" in text
+    assert "1 (reference)" in text
     assert "1/3" in text and "1/2" in text
     assert "nan" not in text and "…" not in text
 

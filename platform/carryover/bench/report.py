@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def result_table(result: BenchResult) -> Table:
-    """One column per arm; ratios are over the baseline arm, brackets are 95% intervals."""
+    """One column per arm; ratios are over the reference arm, brackets are 95% intervals."""
     config = result.config
     table = Table(
         title=f"{_count(result)} prompts, concurrency {config.concurrency}, temperature "
@@ -41,7 +41,7 @@ def _column(arm: str, result: BenchResult) -> dict[str, str]:
         if comparison.differing is not None:
             differing = _share(comparison.differing, comparison.prompts, bad="yellow")
     elif result.baseline is not None:
-        speedup = "1 (baseline)"
+        speedup = "1 (reference)"
     return {
         "acceptance length": _interval(summary.acceptance_length, 2),
         "output tokens/s": _interval(summary.output_tokens_per_s, 1),
@@ -50,7 +50,7 @@ def _column(arm: str, result: BenchResult) -> dict[str, str]:
         "TPOT p50 / p95": _milliseconds(summary.tpot_ms),
         "end to end p50 / p95": _seconds(summary.latency_ms),
         "failed": _share(summary.failed, summary.requests, bad="red"),
-        "other text than the baseline": differing,
+        "other text than the reference": differing,
     }
 
 

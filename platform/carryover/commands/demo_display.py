@@ -81,8 +81,8 @@ def show_outcome(console: Console, outcome: DemoOutcome) -> None:
     for remark in remarks(outcome.bench):
         console.print(f"[yellow]note[/] {escape(remark)}", highlight=False)
     console.print(
-        "Ratios are over the baseline arm, brackets are 95% intervals. A drafter that was trained "
-        "for minutes on a few dozen responses rarely pays; it shows the path, not the gain.",
+        "Ratios are over the reference arm, the target alone; brackets are 95% intervals. Drafters "
+        "that were trained for minutes on a few dozen responses show the path, not the gain.",
         highlight=False,
     )
     console.print(
