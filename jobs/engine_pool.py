@@ -13,7 +13,6 @@ responses.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -26,16 +25,23 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from carryover.engine import EngineConfig, PoolConfig
-from carryover.engine_worker import Advance, Completion, EngineWorker, Request
+from carryover.engine_worker import (
+    Advance,
+    Completion,
+    EngineProcess,
+    EngineWorker,
+    Request,
+)
 from carryover.errors import ConfigError, UserError
-from carryover.runtime import has_gpu, usable_cores
+from carryover.runtime import usable_cores
 from carryover.targets import Target
+from jobs.ray_cluster import start_ray, wait_for_end
 
 MAX_RESTARTS = 3
 SPEED_WINDOW_S = 20.0
 # Reading the first prompts of all slots is not how an engine goes on; but wait no longer for it.
 _FILLING_S = 30.0
-_OBJECT_STORE_BYTES = 200 * 2**20
+_PATIENCE_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +52,8 @@ class _Engine:
 
     actor: Any
     number: int
+    starting: Any = None
+    process: EngineProcess | None = None
     requests: dict[int, Request] = field(default_factory=dict)
     call: Any = None
     pending_tokens: int = 0
@@ -81,9 +89,7 @@ class EnginePool:
         self._began: float | None = None
         self._filled = False
         self._owns_ray = False
-        # Small on CPU, where a step takes a third of a second; on GPU a call should not cost more
-        # than the steps that it runs.
-        self._steps = 16 if has_gpu() else 4
+        self._on_gpu = False
         self._capacity = engine.max_num_seqs + max(4, engine.max_num_seqs // 4)
 
     def __enter__(self) -> Self:
@@ -115,9 +121,10 @@ class EnginePool:
             )
 
     def close(self) -> None:
-        """End the engines, and Ray if this pool started it."""
+        """End the engines, and Ray if this pool started it; their memory is free afterwards."""
         for engine in self._engines:
             ray.kill(engine.actor)
+        wait_for_end([engine.process for engine in self._engines if engine.process])
         self._engines = []
         if self._owns_ray:
             ray.shutdown()
@@ -212,48 +219,67 @@ class EnginePool:
             self._owns_ray = True
         self._check_resources()
         for number in range(self.pool.engines):
-            self._engines.append(_Engine(self._actor(), number))
-        try:
-            started = ray.get([self._begin(engine) for engine in self._engines])
-        except RayError as error:
-            raise _cause(error) from None
-        self.details = started[0]
+            engine = _Engine(self._actor(), number)
+            self._engines.append(engine)
+            self._begin(engine)
+        starting = [engine.starting for engine in self._engines]
+        while len(ray.wait(starting, num_returns=len(starting), timeout=_PATIENCE_S)[1]):
+            free = ray.available_resources()
+            if any(free.get(name, 0) < amount for name, amount in self._needs().items()):
+                logger.info("engines are still starting; the Ray cluster has %s free", free)
+        for engine in self._engines:
+            self._await_start(engine)
+        self.details = ray.get(starting[0])[1]
 
-    def _resources(self) -> dict[str, float]:
-        if has_gpu():
+    def _needs(self) -> dict[str, float]:
+        """Resources of one engine, by Ray's names for them."""
+        if self._on_gpu:
             return {
-                "num_cpus": self.pool.cpus_per_engine or 1,
-                "num_gpus": self.engine.tensor_parallel_size,
+                "CPU": self.pool.cpus_per_engine or 1,
+                "GPU": self.engine.tensor_parallel_size,
             }
         share = max(1, len(usable_cores()) // self.pool.engines)
-        return {"num_cpus": self.pool.cpus_per_engine or share}
+        return {"CPU": self.pool.cpus_per_engine or share}
 
     def _check_resources(self) -> None:
-        needed = self._resources()
         found = ray.cluster_resources()
-        for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
-            total = needed.get(key, 0) * self.pool.engines
+        self._on_gpu = found.get("GPU", 0) > 0
+        for name, amount in self._needs().items():
+            total = amount * self.pool.engines
             if total > found.get(name, 0):
                 raise ConfigError(
                     f"{self.pool.engines} engines need {total:g} {name}s, and the Ray cluster has "
                     f"{found.get(name, 0):g}; lower pool.engines or pool.cpus_per_engine"
                 )
 
-    def _begin(self, engine: _Engine) -> Any:
-        config = self.engine.model_copy(update={"seed": self.engine.seed + engine.number})
-        return engine.actor.start.remote(self.target, config)
+    def _begin(self, engine: _Engine) -> None:
+        # An engine that is started again must not sample what it sampled before.
+        seed = self.engine.seed + engine.number + self.restarts * self.pool.engines
+        config = self.engine.model_copy(update={"seed": seed})
+        engine.process = None
+        engine.starting = engine.actor.start.remote(self.target, config)
+
+    def _await_start(self, engine: _Engine) -> None:
+        try:
+            engine.process, _ = ray.get(engine.starting)
+        except RayError as error:
+            raise _cause(error) from None
 
     def _actor(self) -> Any:
         variables = {}
-        if not has_gpu() and self.pool.engines > 1:
+        needs = self._needs()
+        if not self._on_gpu and self.pool.engines > 1:
             # Engines that share a machine must not be bound to the same cores.
-            threads = max(1, int(self._resources()["num_cpus"]))
+            threads = max(1, int(needs["CPU"]))
             variables = {
                 "OMP_NUM_THREADS": str(threads),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             }
         worker = ray.remote(EngineWorker).options(
-            **self._resources(), max_restarts=0, runtime_env={"env_vars": variables}
+            num_cpus=needs["CPU"],
+            num_gpus=needs.get("GPU", 0),
+            max_restarts=0,
+            runtime_env={"env_vars": variables},
         )
         return worker.remote()
 
@@ -264,7 +290,9 @@ class EnginePool:
             engine.requests[request.id] = request
             requests.append(request)
         if engine.requests:
-            engine.call = engine.actor.advance.remote(requests, self._steps)
+            # A call should not cost more than the steps that it runs: a GPU's are short.
+            steps = 16 if self._on_gpu else 4
+            engine.call = engine.actor.advance.remote(requests, steps)
 
     def _receive(self, engine: _Engine) -> list[Completion]:
         call, engine.call = engine.call, None
@@ -273,6 +301,8 @@ class EnginePool:
         except RayError as error:
             self._replace(engine, error)
             return []
+        if engine.process is None:
+            self._await_start(engine)
         self.generated_tokens += advance.generated
         self.read_tokens += advance.read
         engine.pending_tokens = advance.pending_tokens
@@ -322,22 +352,6 @@ def engines_for(
     finally:
         if borrowed.in_flight:
             borrowed.drop()
-
-
-def start_ray(address: str | None = None) -> None:
-    """Connect to a Ray cluster, or start one that lives as long as this process.
-
-    Args:
-        address: of a running cluster; None takes $RAY_ADDRESS, else starts a local one.
-    """
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    local = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
-    ray.init(
-        address=address,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        **(local if address == "local" else {}),
-    )
 
 
 def drain(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+from typing import Any, Self
 
 import ray
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -15,7 +17,7 @@ from carryover.runtime import usable_cores
 from carryover.training.config import ResourceSettings
 from carryover.training.session import Assignment
 from jobs.board import Board
-from jobs.engine_pool import start_ray
+from jobs.ray_cluster import start_ray
 from jobs.train_records import Recorder
 from jobs.train_worker import train_worker
 
@@ -61,20 +63,18 @@ def _run(assignment: Assignment, recorder: Recorder, *, may_leave: bool) -> None
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     thread.start()
     stopping = False
-    while True:
-        try:
+    with _Interrupts() as interrupts:
+        while True:
+            if interrupts.count and not stopping:
+                stopping = True
+                recorder.view.stopping()
+                board.request_stop.remote()
             alive = thread.is_alive()
             for event in ray.get(board.take.remote()):
                 recorder.take(event)
             if not alive or (recorder.error is not None and may_leave):
                 break
             thread.join(POLL_S)
-        except KeyboardInterrupt:
-            if stopping:
-                raise
-            stopping = True
-            recorder.view.stopping()
-            board.request_stop.remote()
     if recorder.error is not None:
         kind, message = recorder.error
         raise getattr(errors, kind, UserError)(message)
@@ -82,6 +82,31 @@ def _run(assignment: Assignment, recorder: Recorder, *, may_leave: bool) -> None
         raise _explained(failure[0], resources, per_worker) from failure[0]
     if stopping:
         raise KeyboardInterrupt
+
+
+class _Interrupts:
+    """Counts Ctrl-C instead of raising, so that no record is lost half-way; the second raises.
+
+    Does nothing but in the main thread, which alone gets signals.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _interrupt(self, *_: object) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
 
 
 def _trainer(

@@ -6,6 +6,8 @@ process can use it as it is.
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +78,14 @@ class Advance:
     pending_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """Where an engine runs."""
+
+    host: str
+    pid: int
+
+
 class EngineWorker:
     """An engine and the responses that it is working on."""
 
@@ -83,8 +93,11 @@ class EngineWorker:
         self._engine: Any = None
         self._responses: dict[str, list[int]] = {}
 
-    def start(self, target: Target, config: EngineConfig) -> dict[str, Any]:
-        """Start the engine; returns its name, version, dtype, device, length limit and seed.
+    def start(self, target: Target, config: EngineConfig) -> tuple[EngineProcess, dict[str, Any]]:
+        """Start the engine.
+
+        Returns:
+            Where it runs, and its name, version, dtype, device, length limit and seed.
 
         Raises:
             UserError: as `carryover.engine.start_engine`.
@@ -93,7 +106,7 @@ class EngineWorker:
         import vllm
 
         model = self._engine.vllm_config.model_config
-        return {
+        details = {
             "name": "vllm",
             "version": vllm.__version__,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -101,6 +114,7 @@ class EngineWorker:
             "max_model_len": model.max_model_len,
             "seed": model.seed,
         }
+        return EngineProcess(socket.gethostname(), os.getpid()), details
 
     def advance(self, requests: list[Request], steps: int) -> Advance:
         """Accept requests, then run up to `steps` engine steps.

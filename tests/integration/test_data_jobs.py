@@ -276,14 +276,16 @@ def is_gone(pid):
 @pytest.mark.timeout(600)
 def test_killed_and_interrupted_runs_lose_and_repeat_nothing(talker, tmp_path, repository):
     """kill -9 in the middle, Ctrl-C in the middle, then to the end; each by the command."""
-    count, out = 1200, tmp_path / "out"
+    # slow engines where a run is stopped halfway, a fast one for the rest
+    count, out = 3000, tmp_path / "out"
     prompts = write_prompts(tmp_path / "p.jsonl", count)
     arguments = [
         "regenerate", "--target", talker.name, "--prompts", prompts, "--out", out,
         "--set", "max_new_tokens=24", "--set", "engine.max_model_len=256",
-        "--set", "engine.max_num_seqs=4", "--set", "engine.kv_cache_gib=0.05",
+        "--set", "engine.kv_cache_gib=0.05",
     ]  # fmt: skip
-    process = run_command(repository, *arguments)
+    slow, fast = (("--set", f"engine.max_num_seqs={number}") for number in (2, 64))
+    process = run_command(repository, *arguments, *slow)
     kept = wait_for_rows(out, 30, process)
     children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     assert len(children) > 3
@@ -297,7 +299,7 @@ def test_killed_and_interrupted_runs_lose_and_repeat_nothing(talker, tmp_path, r
     first = read_responses(out)
     assert kept <= first.num_rows < count
 
-    process = run_command(repository, *arguments)
+    process = run_command(repository, *arguments, *slow)
     kept = wait_for_rows(out, first.num_rows + 30, process)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
@@ -308,7 +310,7 @@ def test_killed_and_interrupted_runs_lose_and_repeat_nothing(talker, tmp_path, r
     assert kept <= second.num_rows < count
     assert second.slice(0, first.num_rows).equals(first.cast(second.schema))
 
-    process = run_command(repository, *arguments)
+    process = run_command(repository, *arguments, *fast)
     output = process.communicate(timeout=400)[0]
     assert process.returncode == 0, output
     assert f"{count:,} responses" in output and f"{second.num_rows:,} there before" in output
@@ -316,16 +318,10 @@ def test_killed_and_interrupted_runs_lose_and_repeat_nothing(talker, tmp_path, r
     assert sorted(last.column("id").to_pylist()) == list(range(count))
     assert last.slice(0, second.num_rows).equals(second.cast(last.schema))
 
-    # with everything there, no engine is started, and other settings are the user's mistake
-    started = time.monotonic()
-    process = run_command(repository, *arguments, "--set", "max_new_tokens=25")
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 2, output
-    assert "max_new_tokens: it has 24, asked for 25" in output
+    # with everything there, no engine is started
     process = run_command(repository, *arguments)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 0 and "starting" not in output, output
-    assert time.monotonic() - started < 60
 
 
 def test_equal_seeds_write_equal_prompts(talker, pool, tmp_path):
@@ -344,5 +340,7 @@ def test_equal_seeds_write_equal_prompts(talker, pool, tmp_path):
         )  # fmt: skip
         with EnginePool(talker, config.engine, config.pool) as engines:
             synthesize(config, pool=engines)
+            process = engines._engines[0].process.pid
+        assert is_gone(process), "its memory must be free for what comes next"
         texts[name] = read_store(tmp_path / name, PROMPTS).column("prompt").to_pylist()
     assert texts["one"] == texts["two"] != texts["three"]
