@@ -192,7 +192,7 @@ class Recorder:
                     proposals=step.proposals_RB[row].tolist(),
                     rejected=0 if carried is None else int(carried.rejected_R[row]),
                     carried=kept,
-                    carried_hidden=step.carried_hidden_TH[first : first + kept] if kept else None,
+                    carried_hidden=step.context_TH[first : first + kept] if kept else None,
                 )
             )
 

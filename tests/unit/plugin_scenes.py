@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from carryover.vllm_plugin.rows import Carried, find_carried, place_rows
+from carryover.vllm_plugin.rows import Carried, find_carried, place_context, place_queries
 
 
 @dataclass
@@ -79,13 +79,22 @@ class Scene:
 
     def place(self) -> None:
         carried = self.find()
-        place_rows(
-            carried, positions_T=self.positions, query_start_R1=self.query_start,
-            block_table_RN=self.table, block_size=self.block_size, num_query=self.num_query,
-            max_model_len=self.max_model_len, context_positions_T=self.context_positions,
-            context_slots_T=self.context_slots, query_slots_Q=self.query_slots,
+        table = {"block_table_RN": self.table, "block_size": self.block_size}
+        place_context(
+            carried,
+            positions_T=self.positions,
+            context_positions_T=self.context_positions,
+            context_slots_T=self.context_slots,
+            **table,
+        )
+        place_queries(
+            carried,
+            num_query=self.num_query,
+            max_model_len=self.max_model_len,
+            query_slots_Q=self.query_slots,
             seq_lens_R=self.seq_lens,
-        )  # fmt: skip
+            **table,
+        )
 
     def find(self) -> Carried:
         return find_carried(

@@ -64,7 +64,7 @@ def test_kernels_do_what_the_torch_arithmetic_does(kernels: ModuleType, scene: S
     hidden = torch.randn(len(scene.positions), 3)
     marked = hidden.clone()
     carried = expected.find()
-    mark_rows(marked, MARKER, carried, query_start_R1=expected.query_start)
+    mark_rows(marked, MARKER, carried)
     expected.place()
 
     buffers = kernels.CarriedBuffers(MAX_REQUESTS, torch.device("cpu"))

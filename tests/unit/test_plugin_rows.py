@@ -98,7 +98,7 @@ def test_exactly_the_carried_rows_are_marked(scene: Scene) -> None:
     marked = hidden.clone()
     marker = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
     carried = scene.find()
-    mark_rows(marked, marker, carried, query_start_R1=scene.query_start)
+    mark_rows(marked, marker, carried)
     expected = hidden.clone()
     for number, request in enumerate(scene.requests):
         kept = max(
@@ -127,6 +127,6 @@ def test_a_missing_block_is_never_written() -> None:
 def test_marking_keeps_the_dtype(dtype: torch.dtype) -> None:
     scene = Scene([Request(committed=5, verified=4, rejected=3)], 4, 32, 4)
     hidden = torch.zeros(4, 2, dtype=dtype)
-    mark_rows(hidden, torch.ones(2, dtype=dtype), scene.find(), query_start_R1=scene.query_start)
+    mark_rows(hidden, torch.ones(2, dtype=dtype), scene.find())
     assert hidden.dtype == dtype
     assert hidden[:, 0].tolist() == [0, 1, 1, 1]

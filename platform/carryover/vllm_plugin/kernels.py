@@ -85,7 +85,7 @@ def place(
     query_slots_Q: torch.Tensor,
     seq_lens_R: torch.Tensor,
 ) -> None:
-    """`place_rows` in one kernel, from the buffers; a captured call serves every later batch."""
+    """`place_context` and `place_queries` in one kernel; once captured, it serves later batches."""
     _place_kernel[(num_requests,)](
         buffers.committed_M,
         buffers.first_M,

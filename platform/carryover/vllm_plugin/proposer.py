@@ -17,7 +17,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from carryover.vllm_plugin import reading
-from carryover.vllm_plugin.rows import Carried, find_carried, mark_rows, place_rows
+from carryover.vllm_plugin.rows import Carried, find_carried, mark_rows, place_queries
 from carryover.vllm_plugin.validation import UnsupportedEngine
 
 
@@ -31,7 +31,7 @@ class DraftRound:
         anchors_R: last committed token of each request.
         proposals_RB: proposed tokens.
         carried: rows carried into this draft; None if no request of the batch was verified.
-        carried_hidden_TH: marked rows among the verified ones, other rows zero; None likewise.
+        context_TH: fused states of all verified rows, carried ones marked; None likewise.
     """
 
     request_ids: list[str]
@@ -39,7 +39,7 @@ class DraftRound:
     anchors_R: torch.Tensor
     proposals_RB: torch.Tensor
     carried: Carried | None
-    carried_hidden_TH: torch.Tensor | None
+    context_TH: torch.Tensor | None
 
 
 class _Observable(DFlashProposer):
@@ -51,6 +51,7 @@ class _Observable(DFlashProposer):
         super().__init__(vllm_config, device, runner)
         self._runner = runner
         self._carried: Carried | None = None
+        self._context_TH: torch.Tensor | None = None
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
         """Check that vLLM put all drafter layers into one KV cache group, which V1 needs.
@@ -69,7 +70,7 @@ class _Observable(DFlashProposer):
 
     def propose(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Draft for the batch: [R, B] token ids."""
-        self._carried = None
+        self._carried = self._context_TH = None
         proposals_RB = super().propose(*args, **kwargs)
         if self.observer is not None:
             self._show(proposals_RB)
@@ -90,7 +91,7 @@ class _Observable(DFlashProposer):
                 anchors_R=self._anchors(num_requests).clone(),
                 proposals_RB=proposals_RB.clone(),
                 carried=self._carried,
-                carried_hidden_TH=None if self._carried is None else self._carried_hidden_TH,
+                context_TH=self._context_TH,
             )
         )
 
@@ -115,33 +116,25 @@ class _CarriesRows(_Observable):
         )  # fmt: skip
         if num_rejected_tokens_gpu is None:
             return num_rows, sample_indices, draft
-        num_context = target_hidden_states.shape[0]
         block = {"num_query": draft.max_query_len, "max_model_len": self.max_model_len}
         carried = find_carried(
-            positions_T=target_positions, query_start_R1=cad.query_start_loc,
-            num_rejected_R=num_rejected_tokens_gpu, **block,
-        )  # fmt: skip
-        mark_rows(
-            target_hidden_states, self.model.carryover_marker, carried,
+            positions_T=target_positions,
             query_start_R1=cad.query_start_loc,
-        )  # fmt: skip
-        place_rows(
-            carried, positions_T=target_positions, query_start_R1=cad.query_start_loc,
-            block_table_RN=cad.block_table_tensor, block_size=self.block_size, **block,
-            context_positions_T=self._context_positions_buffer[:num_context],
-            context_slots_T=self._context_slot_mapping_buffer[:num_context],
-            query_slots_Q=draft.slot_mapping, seq_lens_R=draft.seq_lens,
-        )  # fmt: skip
+            num_rejected_R=num_rejected_tokens_gpu,
+            **block,
+        )
+        mark_rows(target_hidden_states, self.model.carryover_marker, carried)
+        place_queries(
+            carried,
+            block_table_RN=cad.block_table_tensor,
+            block_size=self.block_size,
+            query_slots_Q=draft.slot_mapping,
+            seq_lens_R=draft.seq_lens,
+            **block,
+        )
         self._carried = carried
-        if self.observer is not None:
-            self._keep_carried_hidden(target_hidden_states, carried)
+        self._context_TH = target_hidden_states
         return num_rows, sample_indices, draft
-
-    def _keep_carried_hidden(self, hidden_TH: torch.Tensor, carried: Carried) -> None:
-        row_T = torch.arange(hidden_TH.shape[0], device=hidden_TH.device).unsqueeze(1)
-        offset_TR = row_T - carried.first_R
-        carried_T = ((offset_TR >= 0) & (offset_TR < carried.kept_R)).any(dim=1, keepdim=True)
-        self._carried_hidden_TH = torch.where(carried_T, hidden_TH, 0.0)
 
 
 class _PicksLeftToRight(_Observable):

@@ -22,6 +22,7 @@ H: hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -32,19 +33,28 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True)
 class Carried:
-    """Rows that a batch carries, per request; int64 tensors [R], on the batch's device.
+    """Rows that a batch carries; int64 tensors on the batch's device.
 
     Attributes:
         committed_R: committed states n, which is also the anchor's position.
         first_R: index in the batch of the first rejected row.
         rejected_R: rejected rows r.
         kept_R: rows carried: r, or fewer near the longest sequence.
+        request_T: the request of each row.
+        offset_T: place of each row after its request's first rejected one; negative: accepted.
     """
 
     committed_R: torch.Tensor
     first_R: torch.Tensor
     rejected_R: torch.Tensor
     kept_R: torch.Tensor
+    request_T: torch.Tensor
+    offset_T: torch.Tensor
+
+    @cached_property
+    def carried_T(self) -> torch.Tensor:
+        """Whether each row is carried."""
+        return (self.offset_T >= 0) & (self.offset_T < self.kept_R[self.request_T])
 
 
 def find_carried(
@@ -65,58 +75,40 @@ def find_carried(
         max_model_len: slots that a request can have.
     """
     rejected_R = num_rejected_R.long()
-    first_R = query_start_R1[1:].long() - rejected_R
+    ends_R = query_start_R1[1:].long()
+    first_R = ends_R - rejected_R
     committed_R = positions_T[first_R - 1].long() + 1
     room_R = (max_model_len - num_query - committed_R).clamp(min=0)
-    return Carried(committed_R, first_R, rejected_R, torch.minimum(rejected_R, room_R))
+    kept_R = torch.minimum(rejected_R, room_R)
+    row_T = torch.arange(positions_T.shape[0], device=positions_T.device)
+    request_T = torch.searchsorted(ends_R, row_T, right=True)
+    return Carried(committed_R, first_R, rejected_R, kept_R, request_T, row_T - first_R[request_T])
 
 
-def mark_rows(
-    hidden_TH: torch.Tensor,
-    marker_H: torch.Tensor,
-    carried: Carried,
-    *,
-    query_start_R1: torch.Tensor,
-) -> None:
+def mark_rows(hidden_TH: torch.Tensor, marker_H: torch.Tensor, carried: Carried) -> None:
     """Add the marker to the carried rows, in place."""
-    offset_T, request_T = _offsets(hidden_TH.shape[0], carried, query_start_R1)
-    carried_T = (offset_T >= 0) & (offset_T < carried.kept_R[request_T])
-    hidden_TH.addcmul_(carried_T.to(hidden_TH.dtype).unsqueeze(1), marker_H)
+    hidden_TH.addcmul_(carried.carried_T.to(hidden_TH.dtype).unsqueeze(1), marker_H)
 
 
-def place_rows(
+def place_queries(
     carried: Carried,
     *,
-    positions_T: torch.Tensor,
-    query_start_R1: torch.Tensor,
     block_table_RN: torch.Tensor,
     block_size: int,
     num_query: int,
     max_model_len: int,
-    context_positions_T: torch.Tensor,
-    context_slots_T: torch.Tensor,
     query_slots_Q: torch.Tensor,
     seq_lens_R: torch.Tensor,
 ) -> None:
-    """Give carried rows their slots, move query rows behind them, and lengthen the sequences.
+    """Move query rows behind the carried ones, and lengthen the sequences, in place.
 
-    The last four tensors hold what vLLM computed without carried rows, and change in place. The
-    entries of requests that carry nothing stay as they are, except that rejected rows which do
-    not fit are not written at all. May be repeated: nothing is read from what it writes.
+    The last two tensors hold what vLLM computed without carried rows; entries of requests that
+    carry nothing stay as they are. May be repeated: nothing is read from what it writes.
     """
-    offset_T, request_T = _offsets(positions_T.shape[0], carried, query_start_R1)
-    kept_T = carried.kept_R[request_T]
-    carried_T = (offset_T >= 0) & (offset_T < kept_T)
-    slots_T = _slots(block_table_RN, request_T, positions_T, block_size)
-    context_positions_T.copy_(torch.where(carried_T, positions_T, context_positions_T))
-    fitting_T = torch.where(offset_T >= kept_T, PAD_SLOT, context_slots_T)
-    context_slots_T.copy_(torch.where(carried_T, slots_T, fitting_T))
-
     length_R = carried.committed_R + carried.kept_R
-    device = positions_T.device
-    index_RK = length_R.unsqueeze(1) + torch.arange(num_query, device=device)
-    row_RK = torch.arange(length_R.shape[0], device=device).unsqueeze(1).expand_as(index_RK)
-    slots_RK = _slots(block_table_RN, row_RK, index_RK, block_size)
+    index_RK = length_R.unsqueeze(1) + torch.arange(num_query, device=length_R.device)
+    number_RK = (index_RK // block_size).clamp(max=block_table_RN.shape[1] - 1)
+    slots_RK = _slots(block_table_RN.gather(1, number_RK), index_RK, block_size)
     slots_RK = torch.where(index_RK < max_model_len, slots_RK, PAD_SLOT)
     moved_R = carried.kept_R > 0
     stock_RK = query_slots_Q.view_as(slots_RK)
@@ -124,19 +116,29 @@ def place_rows(
     seq_lens_R.copy_(torch.where(moved_R, length_R + num_query, seq_lens_R))
 
 
-def _offsets(
-    num_rows: int, carried: Carried, query_start_R1: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row: its place after the first rejected row (negative: accepted), its request."""
-    row_T = torch.arange(num_rows, device=query_start_R1.device)
-    request_T = torch.searchsorted(query_start_R1[1:].long(), row_T, right=True)
-    return row_T - carried.first_R[request_T], request_T
+def place_context(
+    carried: Carried,
+    *,
+    positions_T: torch.Tensor,
+    block_table_RN: torch.Tensor,
+    block_size: int,
+    context_positions_T: torch.Tensor,
+    context_slots_T: torch.Tensor,
+) -> None:
+    """Give carried rows their own positions and slots, and write no other rejected row.
+
+    The last two tensors change in place. The V1 runner has no need of it: vLLM's own kernel there
+    gives every rejected row its position and slot, and it drafts only where all of them fit.
+    """
+    kept_T = carried.kept_R[carried.request_T]
+    number_T = (positions_T // block_size).clamp(max=block_table_RN.shape[1] - 1)
+    slots_T = _slots(block_table_RN[carried.request_T, number_T], positions_T, block_size)
+    context_positions_T.copy_(torch.where(carried.carried_T, positions_T, context_positions_T))
+    fitting_T = torch.where(carried.offset_T >= kept_T, PAD_SLOT, context_slots_T)
+    context_slots_T.copy_(torch.where(carried.carried_T, slots_T, fitting_T))
 
 
-def _slots(
-    block_table_RN: torch.Tensor, request: torch.Tensor, index: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """Slot of the `index`-th token of a request, or PAD_SLOT where it has no block."""
-    number = (index // block_size).clamp(max=block_table_RN.shape[1] - 1)
-    block = block_table_RN[request, number].long()
-    return torch.where(block == NULL_BLOCK, PAD_SLOT, block * block_size + index % block_size)
+def _slots(block: torch.Tensor, index: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Slot of the `index`-th token of a request, given its block; PAD_SLOT where it has none."""
+    slots = block.long() * block_size + index % block_size
+    return torch.where(block == NULL_BLOCK, PAD_SLOT, slots)
