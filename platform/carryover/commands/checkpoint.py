@@ -35,7 +35,10 @@ def register(app: typer.Typer) -> None:
 
 
 def show(path: PathArgument, as_json: JsonOption = False) -> None:
-    """Print what a drafter checkpoint is: regime, shape, target, carried context, provenance."""
+    """Print what a drafter checkpoint is, and the command that serves it in vLLM.
+
+    Regime, shape, target, carried context, provenance.
+    """
     from carryover.drafters.checkpoint import describe
 
     described = describe(path)
@@ -43,6 +46,7 @@ def show(path: PathArgument, as_json: JsonOption = False) -> None:
         _print_json(described)
     else:
         _print_table(described)
+        typer.echo(f"\n{_serve_line(path, described)}")
 
 
 def verify(
@@ -81,6 +85,19 @@ def _verify(path: Path, target: str | None) -> VerifyReport:
     return verify(path, resolve(target) if target else None)
 
 
+def _serve_line(path: Path, described: dict[str, Any]) -> str:
+    """The command that serves the drafter in vLLM, the drafting method named."""
+    import json
+    import shlex
+
+    from carryover.drafters.checkpoint import read_config
+    from carryover.engine import drafter_config
+
+    target = read_config(path)["speculators_config"]["verifier"]["name_or_path"]
+    settings = drafter_config(path, num_speculative_tokens=described["proposal_length"])
+    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(settings)])
+
+
 def _print_json(values: dict[str, Any]) -> None:
     import json
 
@@ -102,6 +119,8 @@ def _print_table(values: dict[str, Any]) -> None:
 def _rows(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     rows = []
     for name, value in values.items():
+        if prefix and name == "target":  # the same as the drafter's own, shown above
+            continue
         label = f"{prefix}{name.replace('_', ' ')}"
         if isinstance(value, dict) and value:
             rows += _rows(value, f"{label}: ")
