@@ -26,6 +26,11 @@ def test_an_anchor_and_its_successor_lie_in_one_response(batch):
     assert rows == [4, 5, 6, 7, 8, 16, 17, 18, 19]
 
 
+def test_the_last_row_of_a_document_is_no_anchor_though_a_response_follows():
+    batch = random_batch([(2, 3), (0, 3)])  # rows 0..4 and 5..7
+    assert anchor_candidates(batch).nonzero().squeeze(1).tolist() == [2, 3, 5, 6]
+
+
 def test_drawing_is_reproducible_distinct_and_bounded(batch):
     drawn = draw_anchors(batch, 4, generator=generator(1))
     assert torch.equal(drawn, draw_anchors(batch, 4, generator=generator(1)))

@@ -103,6 +103,52 @@ def test_same_seed_same_drafter(tiny_llama):
     assert not torch.equal(one.fc.weight, other.fc.weight)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_starts_from_the_targets_last_layers(tiny, architecture):
+    """Copied layers project a committed state as the target's own layer does its input."""
+    folder = tiny(architecture)
+    model = resolve(str(folder)).load_model()
+    drafter = make_drafter(folder, start="target")
+    state = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    states_TC = torch.cat((torch.randn(5, 64), state), dim=-1)
+    with torch.no_grad():
+        fused = drafter.hidden_norm(drafter.fc(states_TC))
+        for own, theirs in zip(drafter.layers, model.model.layers[-2:], strict=True):
+            normed = theirs.input_layernorm(state)
+            for name in ("k_proj", "v_proj"):
+                expected = getattr(theirs.self_attn, name)(normed)
+                found = getattr(own.self_attn, name)(fused)
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            x = torch.randn(3, 64)
+            torch.testing.assert_close(
+                own.mlp(own.post_attention_layernorm(x)),
+                theirs.mlp(theirs.post_attention_layernorm(x)),
+                rtol=1e-4,
+                atol=1e-5,
+            )
+            if architecture == "qwen3":
+                gains = own.self_attn.q_norm.weight, theirs.self_attn.q_norm.weight
+                assert torch.equal(*gains)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "reason"),
+    [
+        ("gemma3", {}, "differ in kind"),
+        ("llama", {"intermediate_size": 96}, "intermediate_size differ"),
+        ("llama", {"num_layers": 5}, "more layers than the target"),
+    ],
+)
+def test_starts_at_random_where_layers_do_not_fit(tiny, caplog, architecture, settings, reason):
+    folder = tiny(architecture)
+    with caplog.at_level("INFO", logger="carryover"):
+        drafter = make_drafter(folder, start="target", **settings)
+    assert reason in caplog.text
+    random = make_drafter(folder, start="random", **settings)
+    for name, parameter in drafter.named_parameters():
+        assert torch.equal(parameter, dict(random.named_parameters())[name]), name
+
+
 def test_reduced_vocabulary_takes_the_most_frequent_tokens(tiny_llama):
     counts = {10: 5, 20: 9, 30: 1, 40: 7}
     drafter = make_drafter(tiny_llama, draft_vocab_size=3, token_counts=counts)

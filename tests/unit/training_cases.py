@@ -14,7 +14,8 @@ LAYER_IDS = (1, 3)
 
 def make_drafter(folder, regime="dflash", *, carried=None, token_counts=None, seed=0, **settings):
     """An untrained drafter for the tiny target in `folder`."""
-    settings = {"num_layers": 2, "target_layer_ids": LAYER_IDS, "markov_rank": 16, **settings}
+    defaults = {"num_layers": 2, "target_layer_ids": LAYER_IDS, "markov_rank": 16}
+    settings = {**defaults, "start": "random", **settings}
     drafter = checkpoint.initialise(
         regime,
         resolve(str(folder)),

@@ -18,6 +18,7 @@ from carryover.drafters.mask_token import find_mask_token
 from carryover.drafters.models import DRAFTERS, BlockDrafter
 from carryover.drafters.settings import DrafterSettings, resolve_layer_ids
 from carryover.drafters.target_weights import borrow_target_weights
+from carryover.drafters.warm_start import start_from_target
 from carryover.errors import ConfigError
 from carryover.targets import Target
 
@@ -38,7 +39,7 @@ def initialise(
         settings: the drafter's own shape.
         token_counts: how often each token occurs in the responses; chooses a reduced
             vocabulary, and shows that the mask token is unused.
-        seed: of the random weights.
+        seed: of the weights that are random.
 
     Raises:
         ConfigError: settings that do not fit the target.
@@ -91,6 +92,8 @@ def initialise(
     if d2t is not None:
         drafter.load_vocab_mappings(t2d, d2t)
     borrow_target_weights(drafter, target, lm_head=True)
+    if settings.start == "target":
+        start_from_target(drafter, target)
     drafter.target_identity = target.identity()
     return drafter
 

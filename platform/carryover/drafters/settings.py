@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from carryover.config import Config
@@ -29,6 +31,11 @@ class DrafterSettings(Config):
         default=None, ge=0, description="unused token that fills mask slots; default: found"
     )
     markov_rank: int = Field(default=256, ge=1, description="rank of the Markov head")
+    start: Literal["target", "random"] = Field(
+        default="target",
+        description="initial layers: copies of the target's last ones where their shapes agree "
+        "(Llama, Mistral, Qwen3; random elsewhere, and the log says so), or random",
+    )
     intermediate_size: int | None = Field(default=None, ge=1)
     num_attention_heads: int | None = Field(default=None, ge=1)
     num_key_value_heads: int | None = Field(default=None, ge=1)

@@ -35,7 +35,7 @@ def borrow_target_weights(drafter: BlockDrafter, target: Target, *, lm_head: boo
     config = target.load_config()
     _check_logit_factors(config, target)
     tied = config.tie_word_embeddings
-    found = _read(
+    found = read_tensors(
         ["embed_tokens.weight", "model.norm.weight", *([] if tied else ["lm_head.weight"])], target
     )
     embedding = _frozen(found["embed_tokens.weight"], config, target)
@@ -64,8 +64,12 @@ def _check_logit_factors(config: PretrainedConfig, target: Target) -> None:
             )
 
 
-def _read(names: list[str], target: Target) -> dict[str, torch.Tensor]:
-    """Tensors by the ends of their names, so that nested (multimodal) checkpoints work too."""
+def read_tensors(names: list[str], target: Target) -> dict[str, torch.Tensor]:
+    """Tensors by the ends of their names, so that nested (multimodal) checkpoints work too.
+
+    Raises:
+        TargetError: the files cannot be read, or lack a tensor.
+    """
     # speculators logs a warning and the path for every file it opens.
     loguru.logger.disable("speculators.utils.loading")
     try:
