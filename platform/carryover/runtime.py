@@ -30,6 +30,8 @@ def engine_environment() -> dict[str, str]:
         environment["OMP_NUM_THREADS"] = str(len(cores))
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         preload = [str(path) for path in (find_libiomp(), find_tcmalloc()) if path is not None]
+        # Otherwise Intel's runtime pins every forked child, all of Ray's included, to one core.
+        environment["KMP_AFFINITY"] = "none"
         present = os.environ.get("LD_PRELOAD", "").split(":")
         environment["LD_PRELOAD"] = ":".join(dict.fromkeys(p for p in [*preload, *present] if p))
     return {

@@ -28,8 +28,8 @@ from carryover.targets import Target
 # Ray gives the deployment of a model id this name.
 DEPLOYMENT_PREFIX = f"{ArmServer.__name__}:"
 _ENVIRONMENT_NAMES = (
-    "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD", "VLLM_NO_USAGE_STATS",
-    "TOKENIZERS_PARALLELISM",
+    "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD", "KMP_AFFINITY",
+    "VLLM_NO_USAGE_STATS", "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
 
 
