@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A shell's background job ignores Ctrl-C, and so would every command that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     config.real_tests = {
