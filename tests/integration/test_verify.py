@@ -125,7 +125,8 @@ def platform(*arguments):
 def test_show_prints_what_a_checkpoint_is(carryover, target):
     table = platform("show", str(carryover))
     assert table.returncode == 0, table.stderr
-    lines = [line.rstrip() for line in table.stdout.splitlines() if line[0].islower()]
+    printed = table.stdout.partition("\n\n")[0].splitlines()
+    lines = [line.rstrip() for line in printed if line[0].islower()]
     rows = dict(re.split(r"  +", line, maxsplit=1) for line in lines)
     assert rows["kind"] == "carryover"
     assert rows["regime"] == "markov"
