@@ -29,7 +29,8 @@ def folder(tmp_path_factory) -> Path:
         config[section]["target"] = str(folder / "target")
     config["num_bench_prompts"] = 2
     config["synthesize"] |= {
-        "num_prompts": 16, "min_tokens": 3, "max_tokens": 24, "near_duplicate": 1.0, "engine": ENGINE,
+        "num_prompts": 16, "min_tokens": 3, "max_tokens": 24, "near_duplicate": 1.0,
+        "engine": ENGINE,
         "elicitations": [{"category": "general"}],
     }  # fmt: skip
     config["regenerate"] |= {"max_new_tokens": 24, "temperatures": [1.0], "engine": ENGINE}
