@@ -60,8 +60,8 @@ p {{ margin: 0 0 12px; max-width: 75ch; }}
 .card.bad strong {{ color: var(--bad); }}
 .card p {{ margin: 0; font-size: 14px; }}
 .figures {{ display: grid; gap: 20px; align-items: start; margin: 0 0 16px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }}
-figure {{ margin: 0; min-width: 0; max-width: 760px; }}
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); }}
+figure {{ margin: 0; min-width: 0; max-width: 540px; }}
 figcaption {{ font-weight: 600; margin-bottom: 4px; }}
 figcaption small {{ display: block; font-weight: 400; color: var(--muted); font-size: 14px; }}
 figure svg {{ display: block; width: 100%; height: auto; }}
@@ -76,7 +76,8 @@ th, td {{ padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); text-al
 th {{ white-space: nowrap; }}
 thead th {{ color: var(--muted); font-weight: 600; }}
 .number {{ text-align: right; white-space: nowrap; }}
-td.text {{ min-width: 12ch; }}
+td.text {{ white-space: nowrap; }}
+td.long {{ min-width: 30ch; max-width: 60ch; }}
 details {{ margin: 0 0 16px; }}
 summary {{ cursor: pointer; font-weight: 600; padding: 6px 0; }}
 pre {{ overflow-x: auto; background: var(--card); border: 1px solid var(--line);
@@ -132,7 +133,8 @@ TEMPLATE = """<!DOCTYPE html>
 {% for row in block.rows %}
 <tr>{% for cell in row %}
 {% if loop.first and not cell.number %}<th scope="row">{{ cell.text }}</th>
-{% else %}<td class="{{ 'number' if cell.number else 'text' }}">{{ cell.text }}</td>{% endif %}
+{% else %}<td class="{{ 'number' if cell.number else 'long' if cell.long else 'text' }}">
+{{- cell.text }}</td>{% endif %}
 {%- endfor %}</tr>
 {% endfor %}
 </tbody></table></div>

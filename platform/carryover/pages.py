@@ -36,10 +36,10 @@ from carryover.page_style import COLOURS, DASHES, MARKERS, SERIES, STYLE, TEMPLA
 
 TONES = ("good", "bad", "neutral")
 _LIGHT = {name: light for name, (light, _) in COLOURS.items()}
-# Sizes for a drawing 5.6 inches wide: readable when a phone shrinks it to 358 px.
-_WIDTH_INCHES = 5.6
+# Inches; 360 points: about the width of a phone, so letters keep their size there.
+_WIDTH_INCHES = 5.0
 _STYLE = {
-    "font.size": 11,
+    "font.size": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -80,14 +80,14 @@ class _Section:
 
 
 def new_figure(
-    rows: int = 1, columns: int = 1, *, height: float = 3.2, **subplots: Any
+    rows: int = 1, columns: int = 1, *, height: float = 2.9, **subplots: Any
 ) -> tuple[Figure, Any]:
     """A figure in the pages' style, and its axes as `Figure.subplots` returns them.
 
     Args:
         rows: of axes, one above the other.
         columns: of axes; one reads best, as a phone shows the figure 358 px wide.
-        height: in inches (the width is 5.6).
+        height: in inches (the width is 5).
         subplots: further arguments of `Figure.subplots`, for example `sharex=True`.
     """
     with matplotlib.rc_context(_STYLE):
@@ -109,7 +109,7 @@ def series(index: int, *, markers: bool = True) -> dict[str, Any]:
 def add_legend(axes: Any, *, columns: int = 3) -> None:
     """Put the legend above the axes, where it covers no data."""
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False, fontsize=10,
+        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False, fontsize=9.5,
         borderaxespad=0.2, handlelength=2.2, columnspacing=1.2, labelcolor=_LIGHT["ink"],
     )  # fmt: skip
 
@@ -255,7 +255,7 @@ def _cell(value: Any, digits: int) -> dict[str, Any]:
         item = getattr(value, "item", None)
         if item is not None and isinstance(item(), int | float):
             return _cell(item(), digits)
-        return {"text": str(value), "number": False}
+        return {"text": str(value), "number": False, "long": len(str(value)) > 28}
     return {"text": format_number(value, digits), "number": True}
 
 
