@@ -1,4 +1,4 @@
-"""HTML pages: one file that needs nothing else, for light and dark, with all that it shows escaped."""
+"""HTML pages: one file that needs nothing else, in light and dark, with all it shows escaped."""
 
 import re
 import struct
