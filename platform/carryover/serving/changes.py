@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,17 @@ from pydantic import Field
 
 from carryover.config import Config
 from carryover.errors import ConfigError
+from carryover.serving.audit import AuditEntry
 from carryover.serving.traffic import Shadow, Traffic, check_arm, check_weights
+
+
+class Keep(Enum):
+    """Stands for what is in force."""
+
+    KEEP = "keep"
+
+
+KEEP = Keep.KEEP
 
 
 class Ramp(Config):
@@ -57,6 +68,7 @@ class State(Config):
         ended: whether the experiment was stopped.
         began: when the experiment began, seconds since the epoch.
         since: when the weights in force began.
+        evidence_since: when an arm last came into traffic; what the guard saw before is over.
     """
 
     traffic: Traffic
@@ -65,6 +77,7 @@ class State(Config):
     ended: bool = False
     began: float
     since: float
+    evidence_since: float
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,14 @@ class Change:
     action: str
     before: dict[str, Any]
     after: dict[str, Any]
+
+    def entry(self, *, time_s: float, who: str, why: str) -> AuditEntry:
+        """The line of the audit log."""
+        traffic = self.state.traffic
+        return AuditEntry(
+            time_s=time_s, who=who, action=self.action, experiment=traffic.experiment,
+            version=traffic.version, before=self.before, after=self.after, why=why,
+        )  # fmt: skip
 
 
 def describe(state: State) -> dict[str, Any]:
@@ -101,37 +122,35 @@ def describe(state: State) -> dict[str, Any]:
     return shown
 
 
-def set_weights(
-    state: State, weights: Mapping[str, float], *, arms: Sequence[str], now: float,
-    effective_at: float,
+def set_split(
+    state: State, weights: Mapping[str, float] | None, *, shadow: Shadow | Keep | None,
+    arms: Sequence[str], now: float, effective_at: float,
 ) -> Change:  # fmt: skip
-    """Take these weights, in percent or fractions; ends a ramp and a pause.
+    """Take these weights, which ends a ramp and a pause, or another shadow, or both.
+
+    Args:
+        state: the present one.
+        weights: percent or fractions; None leaves them.
+        shadow: copies for another arm; None copies nothing, `KEEP` leaves it.
+        arms: names of all arms, the control first.
+        now: seconds since the epoch.
+        effective_at: when replicas change over.
 
     Raises:
-        ConfigError: the weights are wrong, or the experiment has ended.
+        ConfigError: the weights are wrong, there is no such arm, or the experiment has ended.
     """
     _check_running(state)
-    fractions = check_weights(weights, arms)
-    kept = state.kept.shadow if state.kept is not None else state.traffic.shadow
-    return _change(
-        state, "set", now=now, effective_at=effective_at, weights=fractions, shadow=kept,
-        paused=False, ramp=None, kept=None,
-    )  # fmt: skip
-
-
-def set_shadow(
-    state: State, shadow: Shadow | None, *, arms: Sequence[str], now: float, effective_at: float
-) -> Change:
-    """Copy a share of the requests to an arm, or none.
-
-    Raises:
-        ConfigError: no such arm, or the split is paused or has ended.
-    """
-    _check_running(state)
+    if shadow is KEEP:
+        shadow = state.traffic.shadow if state.kept is None else state.kept.shadow
+    elif shadow is not None:
+        check_arm(shadow.arm, arms, what="shadow")
+    if weights is not None:
+        return _change(
+            state, "set", now=now, effective_at=effective_at, shadow=shadow, paused=False,
+            weights=check_weights(weights, arms), ramp=None, kept=None,
+        )  # fmt: skip
     if state.traffic.paused:
         raise ConfigError("the split is paused; resume it before changing the shadow")
-    if shadow is not None:
-        check_arm(shadow.arm, arms, what="shadow")
     return _change(state, "shadow", now=now, effective_at=effective_at, shadow=shadow)
 
 
@@ -257,12 +276,10 @@ def begin_experiment(
     """Begin another experiment, whose sticky keys are assigned anew.
 
     Raises:
-        ConfigError: the name is the old one's, or the weights are wrong.
+        ConfigError: the weights or the shadow are wrong.
     """
-    if experiment == state.traffic.experiment:
-        raise ConfigError(
-            f"experiment {experiment!r} has been run already; give the next one another name"
-        )
+    if shadow is not None:
+        check_arm(shadow.arm, arms, what="shadow")
     return _change(
         state, "begin", now=now, effective_at=effective_at, experiment=experiment,
         salt=salt or experiment, weights=check_weights(weights, arms), shadow=shadow,
@@ -283,6 +300,18 @@ def revoke(state: State, key_id: str, *, now: float) -> Change:
     )
 
 
+def renumber(state: State, version: int) -> Change:
+    """The same split under a later number."""
+    traffic = state.traffic.model_copy(update={"version": version})
+    after = state.model_copy(update={"traffic": traffic})
+    return Change(after, "renumber", describe(state), describe(after))
+
+
+def first_state(traffic: Traffic, *, now: float) -> State:
+    """The state of an application that starts for the first time."""
+    return State(traffic=traffic, began=now, since=now, evidence_since=now)
+
+
 _TRAFFIC_FIELDS = frozenset(Traffic.model_fields)
 
 
@@ -295,11 +324,14 @@ def _change(
     traffic = state.traffic.model_copy(
         update={**theirs, "version": state.traffic.version + 1, "effective_at": effective_at}
     )
-    moved = (traffic.weights, traffic.experiment) != (
-        state.traffic.weights, state.traffic.experiment,
-    )  # fmt: skip
-    since = effective_at if moved else state.since
-    after = state.model_copy(update={"since": since, **ours, "traffic": traffic})
+    moved = traffic.weights != state.traffic.weights or "began" in ours
+    entered = any(
+        weight > 0 and not state.traffic.weights.get(arm) for arm, weight in traffic.weights.items()
+    )
+    times = {"since": effective_at} if moved else {}
+    if entered:
+        times["evidence_since"] = effective_at
+    after = state.model_copy(update={**times, **ours, "traffic": traffic})
     return Change(after, action, describe(state), describe(after))
 
 

@@ -1,0 +1,118 @@
+"""One evaluation of the split: roll back, go to a ramp's next step, or leave everything. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from carryover.serving.changes import State
+from carryover.serving.guard import (
+    Breach,
+    Comparison,
+    GuardRules,
+    breaches,
+    compare_all,
+    lacking,
+)
+from carryover.serving.observations import ArmStatistics
+
+# A ramp does not go on while the arm is known to be worse than the control on one of these.
+HOLDING_METRICS = ("error_rate", "tpot_s")
+
+Comparisons = dict[str, dict[str, Comparison]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found, and what follows.
+
+    Attributes:
+        time_s: seconds since the epoch.
+        number: counts the experiment's evaluations from 1.
+        decision: `roll back`, `step` (the ramp goes on) or `stay`.
+        why: the reason, in a sentence; empty when there is nothing to say.
+        broken: rules that an arm in traffic broke.
+    """
+
+    time_s: float
+    number: int
+    decision: Literal["roll back", "step", "stay"]
+    why: str
+    broken: tuple[Breach, ...] = ()
+
+
+def evaluate(
+    state: State, statistics: dict[str, ArmStatistics], rules: GuardRules, *,
+    arms: Sequence[str], now: float, number: int,
+) -> Evaluation:  # fmt: skip
+    """Evaluate the split.
+
+    Args:
+        state: in force.
+        statistics: by arm.
+        rules: the guard's.
+        arms: names of all arms, the control first.
+        now: seconds since the epoch.
+        number: of this evaluation, from 1.
+    """
+    if state.ended or state.traffic.paused:
+        return Evaluation(now, number, "stay", "")
+    weights = state.traffic.weights
+    treatments = {arm: statistics[arm] for arm in arms[1:] if weights[arm] > 0}
+    broken = tuple(find_breaches(state, treatments, rules, now=now, number=number))
+    if broken:
+        why = "; ".join(breach.text for breach in broken)
+        return Evaluation(now, number, "roll back", why, broken)
+    if state.ramp is None:
+        return Evaluation(now, number, "stay", "")
+    why = _why_ramp_waits(state, statistics, rules, arms=arms, now=now)
+    if why:
+        return Evaluation(now, number, "stay", why)
+    held = statistics[state.ramp.arm].num_compared
+    return Evaluation(
+        now, number, "step",
+        f"no rule broken at {100 * weights[state.ramp.arm]:g}%; {held} compared requests in all",
+    )  # fmt: skip
+
+
+def find_breaches(
+    state: State, statistics: dict[str, ArmStatistics], rules: GuardRules, *, now: float,
+    number: int,
+) -> list[Breach]:  # fmt: skip
+    """Rules that these arms broke since an arm last came into traffic."""
+    # An arm that was repaired and put back must not fall to what it did before.
+    window_s = min(rules.window_s, now - state.evidence_since)
+    if window_s <= 0 or not statistics:
+        return []
+    narrowed = rules.model_copy(update={"window_s": window_s})
+    return breaches(narrowed, statistics, now_s=now, evaluation=number)
+
+
+def compare_arms(
+    statistics: dict[str, ArmStatistics], *, arms: Sequence[str], alpha: float
+) -> Comparisons:
+    """Every arm against the control, on every metric."""
+    treatments = {arm: statistics[arm] for arm in arms[1:]}
+    return compare_all(statistics[arms[0]], treatments, alpha=alpha) if treatments else {}
+
+
+def _why_ramp_waits(
+    state: State, statistics: dict[str, ArmStatistics], rules: GuardRules, *,
+    arms: Sequence[str], now: float,
+) -> str:  # fmt: skip
+    """Why the ramp stays at its step; empty if it may go on."""
+    ramp = state.ramp
+    begin = max(ramp.since, state.traffic.effective_at)
+    if now < begin + ramp.hold_s:
+        return f"held for another {begin + ramp.hold_s - now:.0f} s"
+    missing = lacking(rules, {ramp.arm: statistics[ramp.arm]}, since_s=begin, now_s=now)
+    if missing:
+        return "; ".join(missing.values())
+    compared = compare_arms(statistics, arms=arms, alpha=rules.alpha)[ramp.arm]
+    worse = [
+        compared[metric].why
+        for metric in HOLDING_METRICS
+        if metric in compared and compared[metric].verdict == "worse"
+    ]
+    return "; ".join(worse)

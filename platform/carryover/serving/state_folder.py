@@ -1,0 +1,181 @@
+"""The folder in which the controller keeps its state, so that nothing is lost when it restarts.
+
+`traffic.json` holds the state and the audit entry that led to it, replaced as a whole; then the
+entry is appended to `audit.jsonl`. If a crash comes between the two, the next start appends it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from carryover.config import Config
+from carryover.errors import ServingError
+from carryover.serving.audit import AuditEntry, AuditLog
+from carryover.serving.changes import State
+
+LOCK_TIMEOUT_S = 30.0
+
+
+class Saved(Config):
+    """The content of `traffic.json`.
+
+    Attributes:
+        state: in force.
+        entry: of the audit log, that led to it.
+        configured: what the configuration last asked for; a change of it is taken over, the same
+            again is not, so that it cannot undo what people set since.
+        run_id: of the experiment in MLflow; None before its first record.
+    """
+
+    state: State
+    entry: AuditEntry
+    configured: dict[str, Any]
+    run_id: str | None = None
+
+
+class StateFolder:
+    """Files of one application's split; one process at a time may have them.
+
+    Args:
+        path: the folder; made when absent.
+        lock_timeout_s: how long an earlier controller may take to go away.
+
+    Raises:
+        ServingError: another process has the folder, or it cannot be written.
+    """
+
+    def __init__(self, path: Path, *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        self.path = path
+        self._saved: Saved | None = None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / "controller.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            _lock(self._lock, path, lock_timeout_s)
+            self.audit = AuditLog(path / "audit.jsonl")
+        except OSError as error:
+            raise ServingError(
+                f"cannot use the state folder {path}: {error.strerror or error}; make it writable, "
+                "or set traffic.state to another"
+            ) from None
+
+    def load(self) -> Saved | None:
+        """Read the state, and complete the audit log if the last crash came between the two.
+
+        Raises:
+            ServingError: the file is damaged.
+        """
+        values = self._read("traffic.json")
+        if values is None:
+            return None
+        try:
+            saved = Saved.model_validate(values)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ServingError(
+                f"{self.path / 'traffic.json'} is not a state of the split "
+                f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}); move it away to begin "
+                "with the configuration's weights"
+            ) from None
+        if saved.entry not in self.audit.read()[0]:
+            self.audit.append(saved.entry)
+        self._saved = saved
+        return saved
+
+    def save(self, saved: Saved, *, is_change: bool = True) -> None:
+        """Write the state, then its audit entry; returns once the disk has both.
+
+        Args:
+            saved: the new content.
+            is_change: whether its entry is new; else the audit log is left alone.
+
+        Raises:
+            OSError: the disk is full or gone; the earlier state still holds.
+        """
+        self._write("traffic.json", saved.model_dump(mode="json"))
+        try:
+            if is_change:
+                self.audit.append(saved.entry)
+        except OSError:
+            # Without its line in the log, no change may come back with the next start.
+            if self._saved is None:
+                (self.path / "traffic.json").unlink()
+            else:
+                self._write("traffic.json", self._saved.model_dump(mode="json"))
+            raise
+        self._saved = saved
+
+    def load_results(self) -> dict[str, Any] | None:
+        """Read what `save_results` wrote; None if there is nothing."""
+        return self._read("results.json")
+
+    def save_results(self, results: dict[str, Any]) -> None:
+        """Write the statistics.
+
+        Raises:
+            OSError: the disk is full or gone.
+        """
+        self._write("results.json", results)
+
+    def archive_results(self, results: dict[str, Any]) -> None:
+        """Put the statistics of an experiment that is over aside, as `results-NAME-BEGAN.json`."""
+        name = f"results-{results['experiment']}-{results['began_s']:.0f}.json"
+        self._write(name, results)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has the folder."""
+        return self._lock >= 0
+
+    def close(self) -> None:
+        """Give the folder back."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ServingError(
+                f"cannot read {path}: {error}; move it away to begin without it"
+            ) from None
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        """Replace a file as a whole: a reader, or a crash, sees the old one or the new one."""
+        path, partial = self.path / name, self.path / f".{name}.partial"
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(values, file, ensure_ascii=False, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _lock(descriptor: int, path: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise ServingError(
+                    f"another application uses the state folder {path}; set traffic.state to "
+                    "another folder, or stop that application"
+                ) from None
+            time.sleep(0.2)
