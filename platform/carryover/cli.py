@@ -12,7 +12,18 @@ from typing import Annotated
 import typer
 
 from carryover import __version__
-from carryover.commands import bench, checkpoint, data, demo, doctor, serve, sweep, train, ui
+from carryover.commands import (
+    bench,
+    checkpoint,
+    data,
+    demo,
+    doctor,
+    serve,
+    sweep,
+    traffic,
+    train,
+    ui,
+)
 from carryover.errors import UserError
 
 app = typer.Typer(
@@ -43,7 +54,7 @@ def root(
     """Train, serve and measure Carryover Drafting for speculative decoding."""
 
 
-for module in (doctor, demo, data, train, serve, bench, sweep, checkpoint, ui):
+for module in (doctor, demo, data, train, serve, traffic, bench, sweep, checkpoint, ui):
     module.register(app)
 
 

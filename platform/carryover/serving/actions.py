@@ -25,13 +25,17 @@ from carryover.serving.changes import (
 )
 from carryover.serving.traffic import Experiment, Shadow
 
-MAX_WHY = 1000
+MAX_TEXT = 1000
 
 
 class Changing(Config):
     """Arguments of an action that changes the split."""
 
-    why: str = Field(default="", max_length=MAX_WHY, description="For the audit log.")
+    why: str = Field(default="", max_length=MAX_TEXT, description="For the audit log.")
+    who: str = Field(
+        default="", max_length=MAX_TEXT,
+        description="What the person says to be, as user@host; the key is logged as well.",
+    )  # fmt: skip
 
     def change(self, state: State, *, arms: Sequence[str], now: float, at: float) -> Change:
         """The change that is asked for.

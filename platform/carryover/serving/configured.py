@@ -19,13 +19,16 @@ from carryover.serving.changes import (
 )
 from carryover.serving.traffic import TrafficConfig, initial_traffic
 
+# What an experiment is about.
+_BEGINNING = ("experiment", "salt", "control", "arms")
+
 
 def wishes(config: TrafficConfig, arms: Sequence[str], described: Mapping[str, Any]) -> dict:
     """What a resolved section asks for, JSON-able."""
     asked = config.model_dump(
         mode="json", include={"experiment", "salt", "weights", "shadow", "guard"}
     )
-    return {**asked, "arms": {arm: described.get(arm) for arm in arms}}
+    return {**asked, "control": arms[0], "arms": {arm: described.get(arm) for arm in arms}}
 
 
 def begin(config: TrafficConfig, *, now: float) -> Change:
@@ -55,7 +58,7 @@ def adopt(
     Raises:
         ConfigError: the experiment has ended, and the new configuration does not name another.
     """
-    if any(old.get(key) != new[key] for key in ("experiment", "salt", "arms")):
+    if any(old.get(key) != new[key] for key in _BEGINNING):
         return begin_experiment(
             state, config.experiment, config.weights, arms=arms, now=now,
             effective_at=effective_at, salt=config.salt, shadow=config.shadow,

@@ -51,7 +51,7 @@ class SplitMetrics:
         self._dropped.set(overview["dropped"] + overview["unknown"], tags=experiment)
         for row in overview["arms"]:
             tags = {**experiment, "arm": row["arm"]}
-            self._compared.set(row["compared"], tags=tags)
+            self._compared.set(row["requests"], tags=tags)
             for gauge, key in (
                 (self._errors, "error_rate"),
                 (self._acceptance, "acceptance_length"),

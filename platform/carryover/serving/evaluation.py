@@ -43,30 +43,34 @@ class Evaluation:
 
 
 def evaluate(
-    state: State, statistics: dict[str, ArmStatistics], rules: GuardRules, *,
-    arms: Sequence[str], now: float, number: int,
+    state: State, statistics: dict[str, ArmStatistics], comparisons: Comparisons,
+    rules: GuardRules, *, arms: Sequence[str], now: float, number: int, period_s: float,
 ) -> Evaluation:  # fmt: skip
     """Evaluate the split.
 
     Args:
         state: in force.
         statistics: by arm.
+        comparisons: of these statistics, by `compare_arms`.
         rules: the guard's.
         arms: names of all arms, the control first.
         now: seconds since the epoch.
         number: of this evaluation, from 1.
+        period_s: between two evaluations.
     """
     if state.ended or state.traffic.paused:
         return Evaluation(now, number, "stay", "")
     weights = state.traffic.weights
     treatments = {arm: statistics[arm] for arm in arms[1:] if weights[arm] > 0}
-    broken = tuple(find_breaches(state, treatments, rules, now=now, number=number))
+    broken = tuple(find_breaches(
+        state, treatments, rules, now=now, number=number, period_s=period_s
+    ))
     if broken:
         why = "; ".join(breach.text for breach in broken)
         return Evaluation(now, number, "roll back", why, broken)
     if state.ramp is None:
         return Evaluation(now, number, "stay", "")
-    why = _why_ramp_waits(state, statistics, rules, arms=arms, now=now)
+    why = _why_ramp_waits(state, statistics, comparisons, rules, now=now)
     if why:
         return Evaluation(now, number, "stay", why)
     held = statistics[state.ramp.arm].num_compared
@@ -78,15 +82,25 @@ def evaluate(
 
 def find_breaches(
     state: State, statistics: dict[str, ArmStatistics], rules: GuardRules, *, now: float,
-    number: int,
+    number: int, period_s: float,
 ) -> list[Breach]:  # fmt: skip
-    """Rules that these arms broke since an arm last came into traffic."""
+    """Rules that these arms broke since an arm last came into traffic.
+
+    Two windows are looked at, each with half of the rules' alpha: the rules' own, and the last
+    evaluation period, in which an arm that breaks is not hidden by what it did well before.
+    """
     # An arm that was repaired and put back must not fall to what it did before.
-    window_s = min(rules.window_s, now - state.evidence_since)
-    if window_s <= 0 or not statistics:
-        return []
-    narrowed = rules.model_copy(update={"window_s": window_s})
-    return breaches(narrowed, statistics, now_s=now, evaluation=number)
+    longest = now - state.evidence_since
+    windows = {min(rules.window_s, longest), min(rules.window_s, longest, period_s)}
+    found: dict[tuple[str, str], Breach] = {}
+    for window_s in sorted(windows, reverse=True):
+        if window_s > 0:
+            halved = rules.model_copy(
+                update={"window_s": window_s, "alpha": rules.alpha / len(windows)}
+            )
+            for breach in breaches(halved, statistics, now_s=now, evaluation=number):
+                found.setdefault((breach.arm, breach.rule), breach)
+    return list(found.values())
 
 
 def compare_arms(
@@ -98,8 +112,8 @@ def compare_arms(
 
 
 def _why_ramp_waits(
-    state: State, statistics: dict[str, ArmStatistics], rules: GuardRules, *,
-    arms: Sequence[str], now: float,
+    state: State, statistics: dict[str, ArmStatistics], comparisons: Comparisons,
+    rules: GuardRules, *, now: float,
 ) -> str:  # fmt: skip
     """Why the ramp stays at its step; empty if it may go on."""
     ramp = state.ramp
@@ -109,10 +123,6 @@ def _why_ramp_waits(
     missing = lacking(rules, {ramp.arm: statistics[ramp.arm]}, since_s=begin, now_s=now)
     if missing:
         return "; ".join(missing.values())
-    compared = compare_arms(statistics, arms=arms, alpha=rules.alpha)[ramp.arm]
-    worse = [
-        compared[metric].why
-        for metric in HOLDING_METRICS
-        if metric in compared and compared[metric].verdict == "worse"
-    ]
+    compared = comparisons[ramp.arm]
+    worse = [compared[name].why for name in HOLDING_METRICS if compared[name].verdict == "worse"]
     return "; ".join(worse)

@@ -84,7 +84,7 @@ class ExperimentRecorder:
 
 def has_results(report: Mapping[str, Any]) -> bool:
     """Whether requests of two arms can be compared."""
-    return sum(row["compared"] > 0 for row in report["arms"]) > 1
+    return sum(row["requests"] > 0 for row in report["arms"]) > 1
 
 
 def numbers(report: Mapping[str, Any]) -> dict[str, float]:

@@ -49,7 +49,6 @@ def overview(
             {
                 "arm": arm,
                 "weight": traffic.weights[arm],
-                "compared": statistics[arm].num_compared,
                 **statistics[arm].summary(),
             }
             for arm in arms

@@ -1,0 +1,221 @@
+"""How `platform traffic` draws what the controller answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_STATUS_STYLES = {"running": "green", "paused": "yellow", "ended": "dim"}
+_VERDICT_STYLES = {"better": "green", "worse": "red", "inconclusive": "dim"}
+_METRIC_NAMES = {
+    "acceptance_length": "acceptance length", "tpot_s": "TPOT", "ttft_s": "TTFT",
+    "e2e_s": "end to end", "error_rate": "error rate",
+}  # fmt: skip
+_NOTHING = "-"
+
+
+def overview_view(answer: Mapping[str, Any]) -> RenderableType:
+    """The answer to `show`: the split, the arms, the verdicts, and what to know beside them."""
+    parts: list[RenderableType] = [_headline(answer), "", arm_table(answer)]
+    if answer["comparisons"]:
+        parts += ["", comparison_table(answer)]
+    return Group(*parts, "", *(Text(line) for line in remarks(answer)))
+
+
+def arm_table(answer: Mapping[str, Any]) -> Table:
+    """One row for each arm."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("arm")
+    for heading in (
+        "weight", "requests", "failed", "acceptance\nlength", "TPOT ms\np50 / p95",
+        "TTFT ms\np50 / p95", "end to end s\np50 / p95", "tokens/s\nper request",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for row in answer["arms"]:
+        name = row["arm"] + (" (control)" if row["arm"] == answer["control"] else "")
+        failed = f"{row['failures']:,}"
+        if row["error_rate"]:
+            failed += f" ({_percent(row['error_rate'])})"
+        table.add_row(
+            Text(name, style="red" if row["arm"] in answer["down"] else ""),
+            _percent(row["weight"]),
+            f"{row['requests']:,}",
+            failed,
+            _number(row["acceptance_length"], ".2f"),
+            _pair(row["tpot_p50_s"], row["tpot_p95_s"], 1000, ".1f"),
+            _pair(row["ttft_p50_s"], row["ttft_p95_s"], 1000, ".0f"),
+            _pair(row["e2e_p50_s"], row["e2e_p95_s"], 1, ".2f"),
+            _number(row["output_tokens_per_s"], ".1f"),
+        )
+    return table
+
+
+def comparison_table(answer: Mapping[str, Any]) -> Table:
+    """Each arm against the control, one row for each metric that has data."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("compared with " + answer["control"], "metric", "verdict"):
+        table.add_column(heading)
+    level = 100 * (1 - answer["guard"]["alpha"])
+    table.add_column(f"difference [{level:g}% interval]", justify="right")
+    for arm, by_metric in answer["comparisons"].items():
+        shown = arm
+        for metric, found in by_metric.items():
+            style = _VERDICT_STYLES[found["verdict"]]
+            table.add_row(
+                Text(shown),
+                _METRIC_NAMES.get(metric, metric),
+                Text(found["verdict"], style=style),
+                _difference(found),
+            )
+            shown = ""
+    return table
+
+
+def remarks(answer: Mapping[str, Any]) -> list[str]:
+    """Lines under the tables: ramp, shadow, guard, and whatever is not as it should be."""
+    lines = []
+    if answer["kept_weights"] is not None:
+        lines.append(f"paused: resume brings back {weights_text(answer['kept_weights'])}")
+    if (ramp := answer["ramp"]) is not None:
+        steps = " ".join(
+            f"[{_percent(step)}]" if index == ramp["position"] else _percent(step)
+            for index, step in enumerate(ramp["steps"])
+        )
+        lines.append(f"ramp of {ramp['arm']}: {steps}")
+    if (shadow := answer["shadow"]) is not None:
+        lines.append(f"shadow: {_percent(shadow['share'])} copied to {shadow['arm']}")
+    lines.append(_evaluation_line(answer))
+    if answer["down"]:
+        lines.append(f"down: {', '.join(answer['down'])}")
+    behind = [r for r in answer["replicas"] if r["version"] < answer["version"]]
+    count = len(answer["replicas"])
+    lines.append(
+        f"ingress replicas: {count}"
+        + (f", {len(behind)} of them not yet on split {answer['version']}" if behind else "")
+    )
+    if lost := answer["dropped"] + answer["unknown"]:
+        lines.append(f"the statistics lack {lost:,} requests that could not be delivered")
+    if answer["unrecorded"]:
+        lines.append(f"not in MLflow: {answer['unrecorded']}")
+    return lines
+
+
+def log_table(entries: Sequence[Mapping[str, Any]]) -> Table:
+    """The audit log, oldest first."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("when", "split", "who", "what", "change", "why"):
+        table.add_column(heading, overflow="fold")
+    for entry in entries:
+        table.add_row(
+            f"{datetime.fromtimestamp(entry['time_s']):%Y-%m-%d %H:%M:%S}",
+            str(entry["version"]),
+            Text(entry["who"]),
+            entry["action"],
+            Text(difference_text(entry["before"], entry["after"])),
+            Text(entry["why"] or _NOTHING),
+        )
+    return table
+
+
+def change_line(action: str, answer: Mapping[str, Any]) -> Text:
+    """What holds after a change."""
+    replicas = len(answer["replicas"])
+    confirmed = f"confirmed by {replicas} ingress replica" + ("" if replicas == 1 else "s")
+    if answer["late"]:
+        confirmed = f"not confirmed by all of {replicas} ingress replicas"
+    state = f"{weights_text(answer['weights'])}"
+    if answer["ramp"] is not None:
+        steps = ", ".join(_percent(step) for step in answer["ramp"]["steps"])
+        state += f"; ramp of {answer['ramp']['arm']} over {steps}"
+    if answer["status"] == "ended":
+        state = f"experiment {answer['experiment']} has ended; {state}"
+    return Text(f"{action}: split {answer['version']}: {state} ({confirmed})")
+
+
+def weights_text(weights: Mapping[str, float]) -> str:
+    """Weights in percent."""
+    return "  ".join(f"{arm} {_percent(weight)}" for arm, weight in weights.items())
+
+
+def difference_text(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What changed between two states of the audit log."""
+    parts = []
+    old, new = before.get("weights") or {}, after.get("weights") or {}
+    for arm, weight in new.items():
+        if not old:
+            parts.append(f"{arm} {_percent(weight)}")
+        elif old.get(arm) != weight:
+            parts.append(f"{arm} {_percent(old.get(arm, 0.0))} -> {_percent(weight)}")
+    for key in sorted((before.keys() | after.keys()) - {"weights"}):
+        if before.get(key) != after.get(key):
+            parts.append(f"{key} {_value(after.get(key))}")
+    return "; ".join(parts) or _NOTHING
+
+
+def _headline(answer: Mapping[str, Any]) -> Text:
+    status = answer["status"]
+    return Text.assemble(
+        (answer["experiment"], "bold"), "  ", (status, _STATUS_STYLES[status]),
+        f"  split {answer['version']}, weights since {_duration(answer, 'since_s')}, "
+        f"experiment since {_duration(answer, 'began_s')}",
+    )  # fmt: skip
+
+
+def _evaluation_line(answer: Mapping[str, Any]) -> str:
+    evaluation = answer["evaluation"]
+    if evaluation["failed"]:
+        return f"guard: the last evaluation FAILED, so nothing ramps: {evaluation['failed']}"
+    if "time_s" not in evaluation:
+        return f"guard: evaluates every {evaluation['period_s']:g} s; not yet done"
+    ago = max(0.0, answer["time_s"] - evaluation["time_s"])
+    return f"guard: {evaluation['why'] or 'no rule broken'} ({ago:.0f} s ago)"
+
+
+def _difference(found: Mapping[str, Any]) -> str:
+    """The relative change; of the error rate the difference; or why there is none."""
+    if found["metric"] == "error_rate":
+        values, unit = [found[name] for name in ("estimate", "low", "high")], " points"
+    else:
+        values = [found[name] for name in ("relative", "relative_low", "relative_high")]
+        unit = "%"
+    if None in values:
+        return found["why"]
+    value, low, high = (f"{100 * number:+.1f}" for number in values)
+    return f"{value}{unit} [{low}, {high}]"
+
+
+def _duration(answer: Mapping[str, Any], key: str) -> str:
+    seconds = max(0.0, answer["time_s"] - answer[key])
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g}%"
+
+
+def _number(value: float | None, form: str) -> str:
+    return _NOTHING if value is None else format(value, form)
+
+
+def _pair(first: float | None, second: float | None, scale: float, form: str) -> str:
+    if first is None or second is None:
+        return _NOTHING
+    return f"{first * scale:{form}} / {second * scale:{form}}"
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={_value(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return str(value)

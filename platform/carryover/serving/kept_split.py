@@ -1,0 +1,191 @@
+"""The split and its results, in memory and on disk, over restarts and experiments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from carryover.errors import ConfigError, ServingError
+from carryover.serving.audit import AuditEntry
+from carryover.serving.changes import Change, State
+from carryover.serving.configured import adopt, begin, what_changed, wishes
+from carryover.serving.replicas import Replicas
+from carryover.serving.results import Results
+from carryover.serving.state_folder import Saved, StateFolder
+from carryover.serving.traffic import TrafficConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LeftOpen:
+    """An experiment that another took the place of before it was stopped."""
+
+    state: State
+    results: Results
+    run_id: str | None
+
+
+class KeptSplit:
+    """Goes on where the last controller ended, or begins.
+
+    Args:
+        config: the resolved `traffic:` section.
+        arms: names of all arms, the control first.
+        described: by arm, what it is.
+        replicas: whose delivered batches are kept with the results.
+        now: seconds since the epoch.
+        effective_at: when replicas change over, if the configuration changed.
+
+    Attributes:
+        state: in force.
+        run_id: of the experiment in MLflow; None before its first record.
+        results: of the experiment.
+        audit: the audit log.
+        left_open: experiments whose end nobody has recorded yet.
+
+    Raises:
+        ServingError: another controller uses the state folder, or it is damaged.
+    """
+
+    def __init__(
+        self,
+        config: TrafficConfig,
+        *,
+        arms: Sequence[str],
+        described: Mapping[str, Any],
+        replicas: Replicas,
+        now: float,
+        effective_at: float,
+    ) -> None:
+        self._arms, self._described, self._replicas = tuple(arms), dict(described), replicas
+        self.results = Results(arms)
+        self.left_open: list[LeftOpen] = []
+        self._folder = StateFolder(config.state)
+        self.audit = self._folder.audit
+        try:
+            self._restore(config, now=now, effective_at=effective_at)
+        except BaseException:
+            self._folder.close()
+            raise
+
+    @property
+    def state(self) -> State:
+        """The state in force."""
+        return self._saved.state
+
+    @property
+    def run_id(self) -> str | None:
+        """The experiment's run in MLflow."""
+        return self._saved.run_id
+
+    def adoption(
+        self, config: TrafficConfig, *, now: float, effective_at: float
+    ) -> tuple[Change, str, dict[str, Any]] | None:
+        """What a configuration changes, in words too, and what it then asked for; None: nothing.
+
+        Raises:
+            ConfigError: the change cannot be made.
+        """
+        old, new = self._saved.configured, wishes(config, self._arms, self._described)
+        change = adopt(
+            self.state, config, old=old, new=new, arms=self._arms, now=now,
+            effective_at=effective_at,
+        )  # fmt: skip
+        return None if change is None else (change, what_changed(old, new), new)
+
+    def following(
+        self, change: Change, entry: AuditEntry, *, configured: dict[str, Any] | None = None
+    ) -> Saved:
+        """What the state folder will hold after a change."""
+        begins = change.state.began != self.state.began
+        return Saved(
+            state=change.state,
+            entry=entry,
+            configured=self._saved.configured if configured is None else configured,
+            run_id=None if begins else self.run_id,
+        )
+
+    def write(self, following: Saved) -> None:
+        """Put a change on disk; waits for it.
+
+        Raises:
+            OSError: the disk is full or gone; nothing has changed.
+        """
+        # The entry is the old one if only the run was named.
+        self._folder.save(following, is_change=following.entry != self._saved.entry)
+
+    def install(self, following: Saved) -> None:
+        """Follow what is on disk now; an experiment that begins starts without results."""
+        if following.state.began != self.state.began:
+            self._folder.archive_results(self.results_json())
+            if not self.state.ended:
+                self.left_open.append(LeftOpen(self.state, self.results, self.run_id))
+            self.results = Results(self._arms)
+        self._saved = following
+
+    def with_run(self, run_id: str) -> Saved:
+        """What the state folder will hold once it names the experiment's run in MLflow."""
+        return self._saved.model_copy(update={"run_id": run_id})
+
+    def results_json(self) -> dict[str, Any]:
+        """The results as they are now, for `write_results`."""
+        return {
+            "experiment": self.state.traffic.experiment,
+            "began_s": self.state.began,
+            "results": self.results.to_json(),
+            "replicas": self._replicas.to_json(),
+        }
+
+    def write_results(self, results: dict[str, Any]) -> None:
+        """Put results on disk; waits for it."""
+        self._folder.save_results(results)
+
+    def close(self) -> None:
+        """Write the results and give the state folder back; does nothing the second time."""
+        if self._folder.is_open:
+            try:
+                self._folder.save_results(self.results_json())
+            finally:
+                self._folder.close()
+
+    def _restore(self, config: TrafficConfig, *, now: float, effective_at: float) -> None:
+        saved = self._folder.load()
+        if saved is None:
+            change = begin(config, now=now)
+            entry = change.entry(time_s=now, who="configuration", why="first start")
+            self._saved = Saved(
+                state=change.state, entry=entry,
+                configured=wishes(config, self._arms, self._described),
+            )  # fmt: skip
+            self._folder.save(self._saved)
+            return
+        self._saved = saved
+        self._load_results()
+        try:
+            adoption = self.adoption(config, now=now, effective_at=effective_at)
+        except ConfigError as error:
+            # The application must start; an experiment that has ended leaves all to the control.
+            logger.error("the configuration's split is not taken: %s", error)
+            return
+        if adoption is not None:
+            change, why, configured = adoption
+            entry = change.entry(time_s=now, who="configuration", why=why)
+            following = self.following(change, entry, configured=configured)
+            self.write(following)
+            self.install(following)
+
+    def _load_results(self) -> None:
+        values = self._folder.load_results()
+        if values is None or values.get("began_s") != self.state.began:
+            return
+        try:
+            self.results = Results.from_json(values["results"])
+            self._replicas.restore(values["replicas"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServingError(
+                f"{self._folder.path / 'results.json'} is damaged ({error}); move it away to begin "
+                "with empty statistics"
+            ) from None
