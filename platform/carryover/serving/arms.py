@@ -27,6 +27,7 @@ from carryover.targets import Target
 
 # Ray gives the deployment of a model id this name.
 DEPLOYMENT_PREFIX = f"{ArmServer.__name__}:"
+_HEALTH_CHECK_PERIOD_S = 2.0
 _ENVIRONMENT_NAMES = (
     "OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD", "KMP_AFFINITY",
     "VLLM_NO_USAGE_STATS", "TOKENIZERS_PARALLELISM",
@@ -50,14 +51,17 @@ def deployment_name(arm: str) -> str:
 
 
 def engine_arguments(config: ServeConfig, arm: Arm, *, target: Target) -> dict[str, Any]:
-    """vLLM's engine arguments for one arm; those of two arms differ in the drafter alone.
+    """vLLM's engine arguments for one arm.
+
+    Those of two arms differ in the drafter, and in `allowed_differences`.
 
     Raises:
         ConfigError: a setting that does not fit the target, or that vLLM does not know.
         EnvironmentProblem: too little free memory for the KV cache.
     """
+    engine = config.engine_of(arm)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    for name in config.engine.extra:
+    for name in engine.extra:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -66,7 +70,7 @@ def engine_arguments(config: ServeConfig, arm: Arm, *, target: Target) -> dict[s
     if arm.drafter is not None:
         speculative = drafter_config(arm.drafter, num_speculative_tokens=arm.num_speculative_tokens)
     arguments = engine_kwargs(
-        target, config.engine, speculative=speculative, log_stats=True,
+        target, engine, speculative=speculative, log_stats=True,
         gpu=config.resources.device == "gpu",
     )  # fmt: skip
     # Ray names the model itself.
@@ -120,10 +124,12 @@ def llm_config(config: ServeConfig, arm: Arm, *, target: Target) -> LLMConfig:
         engine_kwargs=engine_arguments(config, arm, target=target),
         accelerator_type=resources.accelerator_type,
         placement_group_config={
-            "bundles": [worker for _ in range(config.engine.tensor_parallel_size)]
+            "bundles": [worker for _ in range(config.engine_of(arm).tensor_parallel_size)]
         },
         deployment_config={
             "num_replicas": resources.replicas,
+            # A dead engine is replaced this soon; meanwhile other arms answer.
+            "health_check_period_s": _HEALTH_CHECK_PERIOD_S,
             # The replica itself only forwards; the reservation that counts is the bundle's.
             "ray_actor_options": {"num_cpus": 0.1},
         },
@@ -131,11 +137,12 @@ def llm_config(config: ServeConfig, arm: Arm, *, target: Target) -> LLMConfig:
         callback_config=local,
         server_cls=ArmServer,
         log_engine_metrics=True,
-        runtime_env={"env_vars": worker_environment()},
+        runtime_env={"env_vars": worker_environment(log_prompts=config.security.log_prompts)},
     )
 
 
-def worker_environment() -> dict[str, str]:
+def worker_environment(*, log_prompts: bool = False) -> dict[str, str]:
     """Thread and preload settings for Ray's workers, which do not take them from this process."""
     present = {name: os.environ[name] for name in _ENVIRONMENT_NAMES if name in os.environ}
-    return present | engine_environment()
+    logs = {"RAYLLM_ENABLE_REQUEST_PROMPT_LOGS": str(int(log_prompts))}
+    return present | engine_environment() | logs

@@ -159,10 +159,10 @@ def import_serving() -> None:
 
 
 def reserved_cpus(config: ServeConfig) -> float:
-    """CPUs that the application reserves: engines, replicas, and the ingress."""
+    """CPUs that the application reserves: engines, replicas, the ingress, and the controller."""
     replicas = len(config.arms) * config.resources.replicas
     engine = config.resources.cpus_per_replica if config.resources.device == "cpu" else 0.0
-    return replicas * (engine + 0.1) + 0.1
+    return replicas * (engine + 0.1) + config.ingress.replicas * 0.1 + 0.1
 
 
 def check_resources(config: ServeConfig) -> None:

@@ -1,6 +1,7 @@
 """Configuration of an application: one target, engine settings, and the arms that share them.
 
-An arm adds a drafter and nothing else, so two arms cannot differ in anything but the drafter.
+An arm adds a drafter. Any other difference between arms must be named in `allowed_differences`,
+so that a comparison never compares more than it says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from carryover.config import Config
 from carryover.engine import EngineConfig
 from carryover.errors import ConfigError
 from carryover.runtime import has_gpu
+from carryover.serving.admission import IngressConfig
+from carryover.serving.keys import SecurityConfig
+from carryover.serving.traffic import TrafficConfig
 from carryover.targets import EMBEDDED, Target, identity_differences
 
 _NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
@@ -52,6 +56,10 @@ class Arm(Config):
         default=None, ge=1,
         description="Proposal length; null takes the checkpoint's own.",
     )  # fmt: skip
+    engine: dict[str, Any] = Field(
+        default={},
+        description="Engine settings of this arm alone; each must be in allowed_differences.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -112,8 +120,16 @@ class ServeConfig(Config):
     target: str = Field(default=EMBEDDED, description="'embedded', a folder, or a hub name.")
     engine: EngineConfig = Field(default=EngineConfig(), description="The same for every arm.")
     arms: list[Arm] = Field(min_length=1, description="The first is the control arm.")
+    allowed_differences: list[str] = Field(
+        default=[],
+        description="Engine settings in which arms may differ besides the drafter, such as "
+        "max_num_seqs or extra.enable_prefix_caching.",
+    )
     http: Http = Http()
+    ingress: IngressConfig = IngressConfig()
     resources: Resources = Field(default_factory=Resources)
+    security: SecurityConfig = SecurityConfig()
+    traffic: TrafficConfig = Field(default_factory=TrafficConfig)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -123,11 +139,26 @@ class ServeConfig(Config):
             raise ValueError(f"arm names must differ; {', '.join(repeated)} appears twice")
         if self.model in names:
             raise ValueError(f"model {self.model!r} is also an arm's name; rename one of them")
-        owned = sorted(_OWNED & self.engine.extra.keys())
+        engines = [self.engine_of(arm) for arm in self.arms]
+        owned = sorted(_OWNED & {name for engine in engines for name in engine.extra})
         if owned:
             raise ValueError(
                 f"engine.extra may not hold {', '.join(owned)}: the platform sets it for each arm"
             )
+        for arm, engine in zip(self.arms, engines, strict=True):
+            different = engine_differences(self.engine, engine)
+            refused = sorted(different - set(self.allowed_differences))
+            if refused:
+                raise ValueError(
+                    f"arm {arm.name!r} differs from the others in {', '.join(refused)}, so that a "
+                    "comparison would not be of the drafter alone; remove it from the arm's "
+                    "engine, or name it in allowed_differences"
+                )
+        # Raises ConfigError, whose message is what the user needs.
+        try:
+            self.traffic.resolve(arms=names, application=self.name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
         if self.resources.device == "cpu" and self.engine.tensor_parallel_size > 1:
             raise ValueError("engine.tensor_parallel_size above 1 needs device gpu")
         if self.resources.gpus_per_worker < 1 and self.engine.tensor_parallel_size > 1:
@@ -147,10 +178,38 @@ class ServeConfig(Config):
             )
         return self
 
+    def engine_of(self, arm: Arm) -> EngineConfig:
+        """Engine settings of one arm: those of all, with its own on top.
+
+        Raises:
+            ValueError: the arm names a setting that does not exist, or a wrong value.
+        """
+        if not arm.engine:
+            return self.engine
+        values = self.engine.model_dump()
+        extra = {**values["extra"], **(arm.engine.get("extra") or {})}
+        try:
+            return EngineConfig.parse(
+                {**values, **arm.engine, "extra": extra}, source=f"arm {arm.name!r}: engine"
+            )
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
     @property
     def control(self) -> Arm:
         """The arm that others are compared with, and that takes unassigned requests."""
         return self.arms[0]
+
+
+def engine_differences(one: EngineConfig, other: EngineConfig) -> set[str]:
+    """Names of the settings in which two engines differ, those of `extra` as `extra.NAME`."""
+    left, right = one.model_dump(), other.model_dump()
+    extras = left.pop("extra"), right.pop("extra")
+    found = {name for name in left if left[name] != right[name]}
+    for name in extras[0].keys() | extras[1].keys():
+        if name not in extras[0] or name not in extras[1] or extras[0][name] != extras[1][name]:
+            found.add(f"extra.{name}")
+    return found
 
 
 def check_drafters(config: ServeConfig) -> ServeConfig:

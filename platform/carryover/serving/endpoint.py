@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import httpx
@@ -13,6 +14,7 @@ import httpx
 from carryover.errors import ServingError
 from carryover.serving.cluster import check_resources, connected, quietly, serve_started
 from carryover.serving.config import ServeConfig, check_drafters, check_target
+from carryover.serving.keys import ADMIN_KEY_FILE, make_admin_key
 from carryover.targets import resolve
 
 if TYPE_CHECKING:
@@ -31,12 +33,14 @@ class Endpoint:
         model: the model name for clients that do not choose an arm.
         arms: names of the arms, which are model ids too; the first is the control arm.
         metrics_url: Prometheus page with vLLM's counters; None if not known.
+        admin_key_file: holds the key for `/admin/traffic`.
     """
 
     url: str
     model: str
     arms: tuple[str, ...]
     metrics_url: str | None
+    admin_key_file: Path
 
 
 @contextmanager
@@ -54,7 +58,8 @@ def running(
     Raises:
         ConfigError: the configuration, a drafter, or the port cannot be used.
         TargetError: the target cannot be had.
-        ServingError: an arm did not start; gives the engine's own error.
+        ServingError: an arm did not start (gives the engine's own error), or the admin key cannot
+            be written.
     """
     config = check_drafters(config)
     target = resolve(config.target)
@@ -66,6 +71,7 @@ def running(
         from carryover.serving.startup import wait_until_running
 
         check_resources(config)
+        config, key_file = with_admin_key(config)
         application = build_application(config, target=target)
         answering = False
         try:
@@ -79,12 +85,31 @@ def running(
             _wait_for_answer(url)
             answering = True
             yield Endpoint(
-                url, config.model, tuple(arm.name for arm in config.arms), _metrics_url()
-            )
+                url, config.model, tuple(arm.name for arm in config.arms), _metrics_url(),
+                key_file,
+            )  # fmt: skip
         finally:
             # Replicas that are still starting would be waited for; a cluster of ours just ends.
             if answering or not ours:
                 quietly("deleting the application", serve.delete, config.name)
+
+
+def with_admin_key(config: ServeConfig) -> tuple[ServeConfig, Path]:
+    """Make a key for changing the split, known to this machine's user alone.
+
+    Returns:
+        The configuration with the key's hash, and the file with the key.
+
+    Raises:
+        ServingError: the file cannot be written.
+    """
+    folder = config.traffic.resolve(
+        arms=[arm.name for arm in config.arms], application=config.name
+    ).state
+    security = config.security
+    admins = [*security.admin_keys, make_admin_key(folder)]
+    security = security.model_copy(update={"admin_keys": admins})
+    return config.model_copy(update={"security": security}), folder / ADMIN_KEY_FILE
 
 
 def watch_health(name: str, *, tell: Callable[[str], object]) -> NoReturn:
@@ -131,7 +156,8 @@ def _wait_for_answer(url: str) -> None:
     while time.monotonic() < deadline:
         try:
             answer = httpx.get(f"{url}/v1/models", timeout=5.0)
-            if answer.status_code == 200:
+            # 401: it answers, and wants a key.
+            if answer.status_code in (200, 401):
                 return
             problem = f"status {answer.status_code}"
         except httpx.HTTPError as error:

@@ -1,113 +1,547 @@
 """The OpenAI-compatible front of an application: which arm answers, and what is refused.
 
-Annotations are real objects here: FastAPI reads those of `chat` and `completions`.
+One request's way: key, size, JSON, limits (`_accept`), the arm (`_route`), the arm's first byte or
+another arm's (`_ask`), the rest of the answer (`responses`). Only before the first byte may another
+arm take over.
+
+Annotations are real objects here: FastAPI reads those of the routes.
 """
 
+import asyncio
+import contextvars
 import gc
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from carryover.serving.admission import Gate, Health, IngressConfig
+from carryover.serving.answers import NoAnswer, Problem, read_problem, read_refusal, usage_of
+from carryover.serving.call import OUTCOMES, Call
+from carryover.serving.keys import ApiKey, KeyRing
+from carryover.serving.link import ControlLink
+from carryover.serving.openai_errors import ApiError, from_engine
 from carryover.serving.preload import without_gc
+from carryover.serving.requests import (
+    info_of,
+    parse_object,
+    read_body,
+    request_id,
+    validate,
+)
+from carryover.serving.responses import ErrorAnswer, JsonAnswer, StreamAnswer
+from carryover.serving.routing import ARM_HEADER, Route, choose, substitutes
+from carryover.serving.shadow import Shadows
+from carryover.serving.telemetry import Telemetry
+from carryover.serving.traffic import TrafficConfig, initial_traffic
+from carryover.serving.web import unexpected
 
 # The ingress's process begins with importing this module.
 with without_gc():
     from fastapi import Request
+    from ray import serve
+    from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request
     from ray.serve.llm.ingress import OpenAiIngress
-    from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
+    from ray.serve.llm.openai_api_models import (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ErrorResponse,
+    )
     from starlette.responses import JSONResponse, Response
+    from vllm.entrypoints.generate.base.protocol import StreamOptions
+    from vllm.entrypoints.serve.tokenize.protocol import (
+        DetokenizeRequest,
+        TokenizeChatRequest,
+        TokenizeCompletionRequest,
+    )
 
-ARM_HEADER = "x-carryover-arm"
+__all__ = ["ARM_HEADER", "ArmIngress", "FrontSettings"]
+
 # Below this, vLLM samples greedily and makes no random generator for the request.
 _GREEDY_BELOW = 1e-5
 _SHARED_METADATA = ("input_modality", "max_request_context_length")
+_BODIES = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
+_LONGEST_LABEL = 64
+_PROBE_EVERY_S = 0.5
+# For the controller's first answer; it starts at the same time as the ingress.
+_CONTROLLER_TIMEOUT_S = 60.0
+_ADMIN_TIMEOUT_S = 60.0
+_FULL = Problem("overloaded", False, "it has as many requests as it may")
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True)
+class FrontSettings:
+    """What an ingress replica is told of its application.
+
+    Attributes:
+        model: the model name that clients ask for.
+        control: name of the control arm.
+        traffic: the resolved `traffic:` section.
+        ingress: the `ingress:` section.
+        keys: of clients; none lets everybody in.
+        admin_keys: of those who may change the split.
+        seeds: whether the engines survive a per-request seed.
+        replicas: replicas of each arm.
+        described: by arm, what `/v1/models` tells about it.
+    """
+
+    model: str
+    control: str
+    traffic: TrafficConfig
+    ingress: IngressConfig = field(default_factory=IngressConfig)
+    keys: Sequence[ApiKey] = ()
+    admin_keys: Sequence[ApiKey] = ()
+    seeds: bool = True
+    replicas: int = 1
+    described: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class ArmIngress(OpenAiIngress):
-    """Sends each request to an arm: by the arm's name, or the control arm for the model's name.
-
-    Args:
-        model: the model name that clients ask for.
-        control: arm that answers requests for `model`.
-        seeds: whether the engines survive a per-request seed.
-        described: by arm, what `/v1/models` tells about it.
-    """
+    """Sends each request to an arm, and to another if that one cannot begin to answer."""
 
     def __init__(
         self,
         llm_deployments: dict[str, Any],
         model_cards: dict[str, Any],
         *,
-        model: str,
-        control: str,
-        seeds: bool,
-        described: dict[str, dict[str, Any]],
+        settings: FrontSettings,
+        controller: Any = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(llm_deployments, model_cards, **kwargs)
-        self._model = model
-        self._control = control
-        self._seeds = seeds
-        for arm, description in described.items():
+        self._settings, self._controller = settings, controller
+        self._arms = tuple(model_cards)
+        for arm, description in settings.described.items():
             self._model_cards[arm].metadata["carryover"] = description
+        traffic, ingress = settings.traffic, settings.ingress
+        self._keys = KeyRing(settings.keys)
+        self._admin_keys = KeyRing(settings.admin_keys, required=True)
+        self._gate = Gate(
+            self._arms, limit=traffic.max_queue_per_arm, replicas=ingress.replicas
+        )
+        self._health = Health()
+        self._telemetry = Telemetry()
+        self._link = ControlLink(
+            controller, initial_traffic(traffic), replica=_replica_id(),
+            telemetry=self._telemetry, gate=self._gate, health=self._health,
+        )  # fmt: skip
+        self._handles: dict[tuple[str, str], Any] = {}
+        self._shadows = Shadows(
+            self._method, most=ingress.max_shadows, timeout_s=ingress.request_timeout_s
+        )
+        self._probes: set[asyncio.Task] = set()
         gc.freeze()
 
-    async def model(self, model_id: str) -> Any:
-        """The card of an arm, or of the model that all arms serve."""
-        if model_id != self._model:
-            return await super().model(model_id)
-        control = self._model_cards[self._control]
-        metadata = {key: control.metadata[key] for key in _SHARED_METADATA} | {
-            "model_id": self._model,
-            "arms": list(self._model_cards),
-        }
-        return control.model_copy(update={"id": self._model, "metadata": metadata})
+    async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
+        """Called by Ray Serve before the first request, and with every changed `user_config`.
 
-    async def models(self) -> Any:
-        """All cards: the model's first, then the arms'."""
-        listed = await super().models()
-        return listed.model_copy(update={"data": [await self.model(self._model), *listed.data]})
+        Raises:
+            ValueError: the controller refuses the section; Serve shows the message.
+        """
+        await self._link.start(timeout_s=_CONTROLLER_TIMEOUT_S)
+        section = (user_config or {}).get("traffic")
+        if section and self._controller is not None:
+            answer = await self._controller.reconfigure_traffic.remote(section)
+            if "error" in answer:
+                raise ValueError(f"user_config.traffic: {answer['error']['message']}")
 
-    async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
+    # Routes
+
+    async def chat(self, request: Request) -> Response:
         """Answer a chat request on an arm."""
-        refusal = self._refusal(body)
-        if refusal is not None:
-            return refusal
-        body.model = self._choose_arm(body)
-        return self._mark(await super().chat(body, request), body.model)
+        return await self._answer("chat", request)
 
-    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+    async def completions(self, request: Request) -> Response:
         """Answer a completion request on an arm."""
-        refusal = self._refusal(body)
-        if refusal is not None:
-            return refusal
-        body.model = self._choose_arm(body)
-        return self._mark(await super().completions(body, request), body.model)
+        return await self._answer("completions", request)
 
-    def _choose_arm(self, body: ChatCompletionRequest | CompletionRequest) -> str | None:
-        return self._control if body.model in (None, self._model) else body.model
+    async def tokenize(self, request: Request) -> Response:
+        """Tokens of a text or of messages; all arms have the same tokenizer."""
+        values = await self._values(request)
+        model = TokenizeChatRequest if "messages" in values else TokenizeCompletionRequest
+        return await self._tokens("tokenize", validate(model, values), request)
 
-    def _refusal(self, body: ChatCompletionRequest | CompletionRequest) -> Response | None:
-        """The answer to a request that would end the engine, or None."""
-        greedy = body.temperature is not None and body.temperature < _GREEDY_BELOW
-        if body.seed is None or greedy or self._seeds:
-            return None
-        return refuse(
-            f"seed {body.seed} with sampling is not supported: vLLM's CPU engine stops on a "
-            "per-request seed; leave out seed, or set temperature to 0",
-            param="seed",
+    async def detokenize(self, request: Request) -> Response:
+        """Text of tokens."""
+        body = validate(DetokenizeRequest, await self._values(request))
+        return await self._tokens("detokenize", body, request)
+
+    async def models(self, request: Request) -> Any:
+        """All cards: the model's first, then the arms'."""
+        self._check_key(request)
+        cards = [self._logical_card(), *self._model_cards.values()]
+        return JSONResponse(
+            {"object": "list", "data": [card.model_dump(mode="json") for card in cards]}
         )
 
-    @staticmethod
-    def _mark(response: Response, arm: str) -> Response:
-        response.headers[ARM_HEADER] = arm
-        return response
+    async def model_data(self, model: str, request: Request) -> Any:
+        """The card of an arm, or of the model that all arms serve."""
+        self._check_key(request)
+        card = self._logical_card() if model == self._settings.model else None
+        card = card or self._model_cards.get(model)
+        if card is None:
+            raise self._no_model(model)
+        return JSONResponse(card.model_dump(mode="json"))
+
+    async def health(self) -> Response:
+        """200 while some arm with weight answers, else 503; for load balancers."""
+        weights, down = self._link.traffic.weights, self._health.down
+        alive = [arm for arm, weight in weights.items() if weight > 0 and arm not in down]
+        return JSONResponse(
+            {"arms": {arm: "down" if arm in down else "up" for arm in self._arms}},
+            status_code=200 if alive else 503,
+        )
+
+    async def admin_traffic(self, action: str, request: Request) -> Response:
+        """Pass an admin's request on to the controller."""
+        who = self._admin_keys.check(request.headers.get("authorization"))
+        data = await read_body(request, most=self._settings.ingress.max_body_bytes)
+        arguments = parse_object(data) if data.strip() else {}
+        if self._controller is None:
+            raise ApiError(503, "this application has no traffic controller")
+        try:
+            async with asyncio.timeout(_ADMIN_TIMEOUT_S):
+                answer = await self._controller.admin.remote(action, arguments, who)
+        except Exception as error:
+            logger.warning("the traffic controller did not answer: %s", type(error).__name__)
+            raise ApiError(
+                503, "the traffic controller does not answer; arms go on with the last split",
+                code="controller_unavailable", retry_after_s=2,
+            ) from None  # fmt: skip
+        status = answer["error"].get("code", 400) if "error" in answer else 200
+        return JSONResponse(answer, status_code=status if isinstance(status, int) else 400)
+
+    # One request
+
+    async def _answer(self, kind: str, request: Request) -> Response:
+        started = time.perf_counter()
+        gate = self._gate
+        gate.total += 1
+        try:
+            call = await self._accept(kind, request, started)
+        except ApiError as error:
+            gate.total -= 1
+            return self._refuse(error)
+        except Exception as error:
+            gate.total -= 1
+            return self._refuse(unexpected(error, request_id=request_id(request)))
+        except BaseException:
+            gate.total -= 1
+            raise
+        try:
+            return await self._ask(call)
+        except ApiError as error:
+            return self._refuse(error)
+        except Exception as error:
+            return self._refuse(unexpected(error, request_id=request_id(request)))
+
+    async def _accept(self, kind: str, request: Request, started: float) -> Call:
+        """Check a request and choose its arm.
+
+        Raises:
+            ApiError: it is not answered.
+        """
+        headers = request.headers
+        if self._gate.total > self._gate.total_limit:
+            raise _FULL.error()
+        self._check_key(request)
+        settings = self._settings
+        body = validate(
+            _BODIES[kind],
+            parse_object(await read_body(request, most=settings.ingress.max_body_bytes)),
+        )
+        if kind == "chat":
+            body = _sanitize_chat_completion_request(body)
+        self._check_limits(body)
+        named = None if body.model in (None, settings.model) else body.model
+        if named is not None and named not in self._model_cards:
+            raise self._no_model(named)
+        link, config = self._link, settings.traffic
+        route = choose(
+            link.traffic,
+            arms=self._arms,
+            named=named,
+            header=headers.get(ARM_HEADER),
+            allow_override=config.allow_override,
+            key=headers.get(config.sticky_header) or getattr(body, "user", None) or None,
+            uniform=random.random(),
+        )
+        body.request_id = name = request_id(request)
+        label = headers.get(config.label_header)
+        call = Call(
+            kind=kind, body=body, info=info_of(request, name), route=route,
+            label=None if label is None else label[:_LONGEST_LABEL], started=started,
+            experiment=link.traffic.experiment, split=link.split, gate=self._gate,
+            telemetry=self._telemetry,
+        )  # fmt: skip
+        if body.stream:
+            # Usage and acceptance come with the last chunk, if it is asked for.
+            options = body.stream_options
+            if options is None or not options.include_usage:
+                call.hides_usage = True
+                body.stream_options = StreamOptions(include_usage=True)
+        return call
+
+    async def _ask(self, call: Call) -> Response:
+        """Get the first byte from the assigned arm, or from one that may stand in for it.
+
+        Raises:
+            ApiError: no arm can answer, or the request is wrong in the engine's eyes.
+        """
+        route, weights = call.route, self._link.traffic.weights
+        problem, answer = await self._try(call, route.arm)
+        if answer is not None:
+            return answer
+        call.reason = f"fallback:{problem.why}"
+        for arm in substitutes(route, weights, self._settings.traffic.fallback):
+            other, answer = await self._try(call, arm)
+            if answer is not None:
+                # Another arm could: so it was the arm's fault and not the request's.
+                self._suspect(route.arm, problem)
+                call.record_failure(route.arm, "fallback", assigned=True)
+                return answer
+            call.record_failure(arm, OUTCOMES[other.why], assigned=False)
+        if problem.why != "failed":
+            self._suspect(route.arm, problem)
+        self._gate.total -= 1
+        call.record_failure(route.arm, OUTCOMES[problem.why], assigned=True)
+        raise problem.error()
+
+    async def _try(self, call: Call, arm: str) -> tuple[Problem | None, Response | None]:
+        """Ask one arm; gives why it did not begin to answer, or the response."""
+        gate, health = self._gate, self._health
+        if arm in health.down:
+            return Problem("down", True, health.down[arm]), None
+        if not gate.enter(arm):
+            return _FULL, None
+        call.arm = arm
+        try:
+            item, stream = await self._first(call, arm)
+        except asyncio.CancelledError:
+            call.finish("disconnected")
+            raise
+        except Exception as error:
+            problem = read_problem(error)
+            if problem is None:
+                call.finish("error")
+                raise
+            gate.leave(arm)
+            return problem, None
+        refusal = read_refusal(item)
+        if refusal is not None:
+            if refusal.status < 500:
+                call.leave()
+                raise refusal
+            stream.cancel()
+            gate.leave(arm)
+            return Problem("failed", False, "its engine answered with an error"), None
+        health.succeeded(arm)
+        return None, self._respond(call, item, stream)
+
+    async def _first(self, call: Call, arm: str) -> tuple[Any, Any]:
+        """First item of an arm's answer, and the stream of the rest."""
+        body, settings = call.body, self._settings
+        body.model = arm
+        limit_s = (
+            settings.traffic.first_token_timeout_s
+            if body.stream
+            else settings.ingress.request_timeout_s
+        )
+        # Another replica of the arm may be alive.
+        for attempt in range(min(2, settings.replicas), 0, -1):
+            stream = self._method(arm, call.kind).remote(body, call.info)
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await stream.__anext__(), stream
+            except BaseException as error:
+                stream.cancel()
+                error = _read_cancellation(error)
+                problem = read_problem(error)
+                if attempt > 1 and problem is not None and problem.why == "down":
+                    continue
+                raise error from None
+        raise AssertionError("there is always a last attempt")
+
+    def _respond(self, call: Call, item: Any, stream: Any) -> Response:
+        call.after = self._copy
+        settings, route = self._settings, call.route
+        if not call.body.stream:
+            call.usage = usage_of(item)
+            if route.reason != "model":
+                item.model = settings.model
+            return JsonAnswer(call, item.model_dump_json().encode())
+        call.first = call.last = time.perf_counter()
+        rename = None
+        if route.reason != "model":
+            rename = (f'"model":"{call.arm}"', f'"model":"{settings.model}"')
+        return StreamAnswer(
+            call, item, stream, stall_s=settings.ingress.request_timeout_s, rename=rename
+        )
+
+    def _copy(self, call: Call) -> None:
+        """Send a copy of an answered request to the shadow arm, if there is one."""
+        shadow = self._link.traffic.shadow
+        if shadow is None or call.route.is_explicit or shadow.arm == call.arm:
+            return
+        if random.random() >= shadow.share:
+            return
+        if shadow.arm in self._health.down or self._gate.is_full(shadow.arm):
+            self._shadows.left_out += 1
+            return
+        name = f"{call.body.request_id}-shadow"
+        self._shadows.send(
+            Call(
+                kind=call.kind,
+                body=call.body.model_copy(update={"model": shadow.arm, "request_id": name}),
+                info=type(call.info)(headers={**call.info.headers, "x-request-id": name}),
+                route=Route(shadow.arm, "shadow", call.route.unit),
+                label=call.label, started=time.perf_counter(),
+                experiment=self._link.traffic.experiment, split=self._link.split,
+                gate=self._gate, telemetry=self._telemetry, shadow=True,
+            )
+        )  # fmt: skip
+
+    # Arms that do not answer
+
+    def _suspect(self, arm: str, problem: Problem) -> None:
+        """Note that an arm did not answer; from some point on it gets no requests."""
+        if problem.why == "overloaded":
+            return
+        if self._health.failed(arm, problem.text, definite=problem.definite):
+            logger.warning("arm %s gets no requests: %s", arm, problem.text)
+            self._link.note(arm, "down", problem.text)
+            task = asyncio.get_running_loop().create_task(
+                self._probe(arm), context=contextvars.Context()
+            )
+            self._probes.add(task)
+            task.add_done_callback(self._probes.discard)
+
+    async def _probe(self, arm: str) -> None:
+        """Ask an arm that is down for one token, until it gives it."""
+        limit_s = self._settings.traffic.first_token_timeout_s
+        while True:
+            await asyncio.sleep(_PROBE_EVERY_S)
+            body = CompletionRequest(model=arm, prompt="1", max_tokens=1, temperature=0)
+            stream = self._method(arm, "completions").remote(body, None)
+            try:
+                async with asyncio.timeout(limit_s):
+                    item = await stream.__anext__()
+            except BaseException as error:
+                stream.cancel()
+                if not isinstance(_read_cancellation(error), Exception):
+                    raise
+                continue
+            refusal = read_refusal(item)
+            if refusal is None or refusal.status < 500:
+                break
+        if self._health.recovered(arm):
+            logger.warning("arm %s answers again", arm)
+            self._link.note(arm, "up", "it answers again")
+
+    # Small things
+
+    def _method(self, arm: str, kind: str) -> Any:
+        found = self._handles.get((arm, kind))
+        if found is None:
+            handle = self._default_serve_handles[arm]
+            found = self._handles[arm, kind] = handle.options(stream=True, method_name=kind)
+        return found
+
+    def _check_key(self, request: Request) -> None:
+        if self._keys.required:
+            self._keys.check(
+                request.headers.get("authorization"), revoked=self._link.revoked
+            )
+
+    def _check_limits(self, body: ChatCompletionRequest | CompletionRequest) -> None:
+        """Refuse what the engine would not survive, or what the operator does not allow."""
+        greedy = body.temperature is not None and body.temperature < _GREEDY_BELOW
+        if body.seed is not None and not greedy and not self._settings.seeds:
+            raise ApiError(
+                400, f"seed {body.seed} with sampling is not supported: vLLM's CPU engine stops on "
+                "a per-request seed; leave out seed, or set temperature to 0", param="seed",
+            )  # fmt: skip
+        name = "max_tokens"
+        if getattr(body, "max_completion_tokens", None) is not None:
+            name = "max_completion_tokens"
+        asked, most = getattr(body, name), self._settings.ingress.max_tokens
+        if asked is not None and asked < 0:
+            raise ApiError(400, f"{name} must be at least 1, got {asked}", param=name)
+        if most is None:
+            return
+        if asked is None:
+            setattr(body, name, most // (body.n or 1) or 1)
+        elif asked * (body.n or 1) > most:
+            raise ApiError(
+                400, f"{name} {asked} times n {body.n or 1} exceeds the {most} tokens that a "
+                f"request may ask for here; lower it", param=name,
+            )  # fmt: skip
+
+    async def _values(self, request: Request) -> dict[str, Any]:
+        self._check_key(request)
+        return parse_object(
+            await read_body(request, most=self._settings.ingress.max_body_bytes)
+        )
+
+    async def _tokens(self, kind: str, body: Any, request: Request) -> Response:
+        model = body.model
+        if model not in (None, self._settings.model) and model not in self._model_cards:
+            raise self._no_model(model)
+        down = self._health.down
+        arm = next((arm for arm in self._arms if arm not in down), self._settings.control)
+        body.model = arm
+        info = info_of(request, request_id(request))
+        try:
+            item = await self._method(arm, kind).remote(body, info).__anext__()
+        except Exception as error:
+            problem = read_problem(error)
+            if problem is None:
+                raise
+            raise problem.error() from None
+        if isinstance(item, ErrorResponse):
+            raise from_engine(item.error)
+        return JSONResponse(item.model_dump(mode="json"))
+
+    def _refuse(self, error: ApiError) -> Response:
+        experiment = self._link.traffic.experiment
+        self._telemetry.refuse(error.status, experiment=experiment)
+        return ErrorAnswer(error, [(b"x-carryover-experiment", experiment.encode())])
+
+    def _no_model(self, model: Any) -> ApiError:
+        known = ", ".join((self._settings.model, *self._arms))
+        return ApiError(
+            404, f"no model {str(model)[:100]!r} here; models: {known}", param="model"
+        )
+
+    def _logical_card(self) -> Any:
+        control = self._model_cards[self._settings.control]
+        metadata = {
+            key: control.metadata[key] for key in _SHARED_METADATA if key in control.metadata
+        } | {
+            "model_id": self._settings.model,
+            "arms": list(self._arms),
+            "experiment": self._link.traffic.experiment,
+        }
+        return control.model_copy(update={"id": self._settings.model, "metadata": metadata})
 
 
-def refuse(message: str, *, param: str | None = None, status: int = 400) -> Response:
-    """An error in OpenAI's form."""
-    error = {
-        "message": message,
-        "type": "invalid_request_error",
-        "param": param,
-        "code": status,
-    }
-    return JSONResponse({"error": error}, status_code=status)
+def _read_cancellation(error: BaseException) -> BaseException:
+    """Tell a cancelled answer, which the arm's end causes, from this task's own cancellation."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is None or not task.cancelling():
+            return NoAnswer("its answer was cancelled")
+    if isinstance(error, StopAsyncIteration):
+        return NoAnswer("its answer was empty")
+    return error
+
+
+def _replica_id() -> str:
+    try:
+        return serve.get_replica_context().replica_id.unique_id
+    except Exception:
+        return "local"
