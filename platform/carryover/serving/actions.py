@@ -66,12 +66,12 @@ class Set(Changing):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.weights is None and self.shadow is None and not self.no_shadow:
-            raise ValueError("give weights, or a shadow, or no_shadow")
         if self.shadow is not None and self.no_shadow:
             raise ValueError("shadow and no_shadow contradict each other; give one")
         if self.experiment is not None and self.weights is None:
             raise ValueError("an experiment begins with weights; give them too")
+        if self.weights is None and self.shadow is None and not self.no_shadow:
+            raise ValueError("give weights, or a shadow, or no_shadow")
         return self
 
     def change(self, state: State, *, arms: Sequence[str], now: float, at: float) -> Change:

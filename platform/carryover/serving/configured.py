@@ -79,7 +79,8 @@ def what_changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     arms_old, arms_new = old.get("arms") or {}, new["arms"]
     if "arms" in changed:
         names = sorted(
-            arm for arm in {*arms_old, *arms_new} if arms_old.get(arm) != arms_new.get(arm)
+            (arms_old.keys() ^ arms_new.keys())
+            | {arm for arm, what in arms_old.items() if arms_new.get(arm) != what}
         )
-        changed[changed.index("arms")] = f"arms ({', '.join(names) or 'their order'})"
+        changed[changed.index("arms")] = f"arms ({', '.join(names)})"
     return f"the configuration changed: {', '.join(changed)}"
