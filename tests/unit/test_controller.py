@@ -151,13 +151,15 @@ def test_an_admin_who_hangs_up_leaves_memory_and_disk_alike(make, monkeypatch):
     async def scene():
         owner = make()
         async with calling(Replica(owner)):
-            for delay in (0.0, 0.001, 0.003, 0.01):
+            for delay in (0.0, 0.0, 0.0, 0.001, 0.001, 0.003, 0.01):
                 task = asyncio.create_task(ask(owner, "set", weights=EVEN))
                 await asyncio.sleep(delay)
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-            await asyncio.sleep(0.1)
+            await ask(owner, "set", weights=EVEN)
+        entries = (await ask(owner, "log", last=100))["entries"]
+        assert [entry["version"] for entry in entries] == list(range(1, len(entries) + 1))
         shown = await ask(owner, "show")
         again = await ask(make(), "show")
         for key in ("version", "weights"):
@@ -228,6 +230,32 @@ def test_a_full_disk_changes_nothing_and_is_said(make, monkeypatch):
         monkeypatch.undo()
         assert (await ask(owner, "set", weights=EVEN))["version"] == 2
         assert [action for action, _ in await actions(owner)] == ["begin", "set"]
+
+    run(scene())
+
+
+def test_a_full_disk_does_not_keep_users_on_a_broken_arm(make, clock, monkeypatch):
+    async def scene():
+        owner = make(weights=EVEN)
+        replica = Replica(owner)
+        await replica.call()
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner._split._folder, "_write", full)
+            await see(replica, clock, baseline=30, carryover=30, carryover_outcome="error")
+            await owner.evaluate()
+            await replica.call()
+            assert replica.traffic.weights["carryover"] == 0.0
+            with pytest.raises(OSError, match="No space"):
+                await owner.save()
+        # once there is room, the log has it too
+        await owner.save()
+        await owner.save()
+        assert await actions(owner) == [("begin", "configuration"), ("rollback", "guard")]
+        assert (await ask(make(weights=EVEN), "show"))["weights"]["carryover"] == 0.0
 
     run(scene())
 
@@ -802,5 +830,46 @@ def test_a_dead_evaluation_is_found_by_the_health_check(make, monkeypatch):
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="no longer evaluated"):
             await owner.check_health()
+
+    run(scene())
+
+
+def test_what_user_config_changed_survives_a_restart_of_the_controller_alone(make):
+    async def scene():
+        first = {"weights": {"baseline": 90, "carryover": 10}}
+        owner = make(**first)
+        live = {"weights": EVEN, "guard": {"max_error_rate": 0.01}}
+        await owner.reconfigure_traffic(live)
+        shown = await ask(make(**first), "show")
+        assert shown["weights"]["carryover"] == 0.5
+        assert shown["guard"]["max_error_rate"] == 0.01
+        # other arguments of the application count again
+        shown = await ask(make(weights={"baseline": 80, "carryover": 20}), "show")
+        assert shown["weights"]["carryover"] == 0.2
+        assert shown["guard"]["max_error_rate"] == 0.05
+
+    run(scene())
+
+
+def test_user_config_begins_another_experiment_with_a_salt_of_its_own(make, clock):
+    async def scene():
+        owner = make(weights=EVEN)
+        replica = Replica(owner)
+        await replica.call()
+        await see(replica, clock, baseline=5, carryover=5)
+        await owner.reconfigure_traffic({"experiment": "june", "weights": EVEN})
+        await replica.call()
+        assert (replica.traffic.experiment, replica.traffic.salt) == ("june", "june")
+        assert [row["requests"] for row in (await ask(owner, "show"))["arms"]] == [0, 0]
+
+    run(scene())
+
+
+def test_user_config_cannot_change_what_needs_another_deployment(make, tmp_path):
+    async def scene():
+        owner = make(weights=EVEN)
+        answer = await owner.reconfigure_traffic({"state": str(tmp_path / "other")})
+        assert "cannot change state while the application runs" in answer["error"]["message"]
+        assert "experiment, salt, weights, shadow, guard" in answer["error"]["message"]
 
     run(scene())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from carryover.errors import ConfigError
 from carryover.serving.changes import (
     Change,
     State,
@@ -19,16 +20,41 @@ from carryover.serving.changes import (
 )
 from carryover.serving.traffic import TrafficConfig, initial_traffic
 
+# What Serve's `user_config` may change in a running application.
+LIVE = ("experiment", "salt", "weights", "shadow", "guard")
 # What an experiment is about.
 _BEGINNING = ("experiment", "salt", "control", "arms")
 
 
 def wishes(config: TrafficConfig, arms: Sequence[str], described: Mapping[str, Any]) -> dict:
     """What a resolved section asks for, JSON-able."""
-    asked = config.model_dump(
-        mode="json", include={"experiment", "salt", "weights", "shadow", "guard"}
-    )
+    asked = config.model_dump(mode="json", include=set(LIVE))
     return {**asked, "control": arms[0], "arms": {arm: described.get(arm) for arm in arms}}
+
+
+def overlaid(
+    config: TrafficConfig, section: Mapping[str, Any], arms: Sequence[str]
+) -> TrafficConfig:
+    """A resolved section with the changes that a `user_config` makes in it.
+
+    Raises:
+        ConfigError: a key or value is wrong, or cannot change while the application runs.
+    """
+    values = config.model_dump(mode="json")
+    if "experiment" in section and config.salt == config.experiment:
+        values["salt"] = None
+    merged = TrafficConfig.parse({**values, **section}, source="user_config.traffic")
+    fixed = [
+        key
+        for key in TrafficConfig.model_fields
+        if key not in LIVE and getattr(merged, key) != getattr(config, key)
+    ]
+    if fixed:
+        raise ConfigError(
+            f"user_config.traffic cannot change {', '.join(fixed)} while the application runs; it "
+            f"may hold {', '.join(LIVE)}; change the application's arguments for others"
+        )
+    return merged.resolve(arms=arms, application=config.experiment)
 
 
 def begin(config: TrafficConfig, *, now: float) -> Change:

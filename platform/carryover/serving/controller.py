@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,12 @@ from carryover.errors import UserError
 from carryover.serving import views
 from carryover.serving.actions import Changing, Log, Report, Show, parse
 from carryover.serving.changes import Change, next_step, renumber, roll_back
+from carryover.serving.configured import overlaid
 from carryover.serving.evaluation import Comparisons, Evaluation, compare_arms, evaluate
 from carryover.serving.kept_split import KeptSplit
 from carryover.serving.recording import Recorder, Recording
 from carryover.serving.replicas import Replicas
 from carryover.serving.results import Results
-from carryover.serving.state_folder import Saved
 from carryover.serving.traffic import TrafficConfig
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class TrafficController:
         publish: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._arms = tuple(arms)
-        self._config = self._parse(config)
+        section = TrafficConfig.parse(config, source="traffic")
+        resolved = section.resolve(arms=arms, application=section.experiment or "carryover")
         self._clock, self._timing, self._publish = clock, timing, publish
         self._replicas = Replicas(clock=clock, timeout_s=timing.replica_timeout_s)
         self._recording = Recording(recorder)
@@ -93,8 +94,9 @@ class TrafficController:
         self._last: Evaluation | None = None
         self._failed = ""
         self._loop: asyncio.Task | None = None
+        self._unfinished: set[asyncio.Task] = set()
         self._split = KeptSplit(
-            self._config, arms=self._arms, described=described or {}, replicas=self._replicas,
+            resolved, arms=self._arms, described=described or {}, replicas=self._replicas,
             now=clock(), effective_at=clock() + timing.lead_s,
         )  # fmt: skip
 
@@ -177,7 +179,7 @@ class TrafficController:
         except OSError as error:
             logger.exception("admin action %s", action)
             return _error(
-                f"nothing was changed: cannot write to {self._config.state}: "
+                f"nothing was changed: cannot write to {self._split.config.state}: "
                 f"{error.strerror or error}; make room there", 500,
             )  # fmt: skip
         except Exception as error:
@@ -187,27 +189,32 @@ class TrafficController:
     async def reconfigure_traffic(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Take a changed `traffic:` section that came with Serve's `user_config`.
 
-        Experiment, salt, weights, shadow and guard are taken; the rest needs a restart. The same
-        section again changes nothing, so every ingress replica may pass it on, and it does not
-        undo what people set since.
+        The keys in `configured.LIVE` may change; others need another deployment. The same section
+        again changes nothing, so every ingress replica may pass it on, and it does not undo what
+        people set since.
 
         Returns:
             The overview, or an error as from `admin`.
         """
         try:
-            section = self._parse({**self._config.model_dump(mode="json"), **config})
-            async with self._changing:
-                now = self._clock()
-                adoption = self._split.adoption(
-                    section, now=now, effective_at=now + self._timing.lead_s
-                )
-                if adoption is not None:
-                    change, why, asked = adoption
-                    await self._apply(change, who="serve user_config", why=why, configured=asked)
-                self._config = section
+            section = overlaid(self._split.arguments, config, self._arms)
+            await self._finish(self._adopt(section, config))
         except UserError as error:
             return _error(str(error), 400)
         return views.without_nan(self._overview())
+
+    async def _adopt(self, section: TrafficConfig, user_config: Mapping[str, Any]) -> None:
+        async with self._changing:
+            now = self._clock()
+            adoption = self._split.adoption(
+                section, now=now, effective_at=now + self._timing.lead_s
+            )
+            if adoption is not None:
+                change, why = adoption
+                await self._apply(
+                    change, who="serve user_config", why=why, user_config=user_config
+                )
+            self._split.config = section
 
     async def _answer(self, asked: Any, who: str) -> dict[str, Any]:
         if isinstance(asked, Show):
@@ -217,13 +224,7 @@ class TrafficController:
         if isinstance(asked, Report):
             return await self._report()
         assert isinstance(asked, Changing)
-        async with self._changing:
-            now = self._clock()
-            change = asked.change(
-                self._split.state, arms=self._arms, now=now, at=now + self._timing.lead_s
-            )
-            person = _printable(f"{asked.who} (key {who})" if asked.who else f"key {who}")
-            await self._apply(change, who=person, why=_printable(asked.why))
+        change = await self._finish(self._change(asked, who))
         late = await self._replicas.wait_for(
             change.state.traffic.version, timeout_s=self._timing.confirm_timeout_s
         )
@@ -233,6 +234,16 @@ class TrafficController:
             await asyncio.wait({record}, timeout=self._timing.record_timeout_s)
         return {**self._overview(), "late": late}
 
+    async def _change(self, asked: Changing, who: str) -> Change:
+        async with self._changing:
+            now = self._clock()
+            change = asked.change(
+                self._split.state, arms=self._arms, now=now, at=now + self._timing.lead_s
+            )
+            person = _printable(f"{asked.who} (key {who})" if asked.who else f"key {who}")
+            await self._apply(change, who=person, why=_printable(asked.why))
+            return change
+
     def _overview(self) -> dict[str, Any]:
         results, now = self._split.results, self._clock()
         evaluated = views.evaluation_view(
@@ -241,9 +252,9 @@ class TrafficController:
         return {
             **views.overview(
                 self._split.state, results.arms, self._compare(results), arms=self._arms,
-                rules=self._config.guard, now=now,
+                rules=self._split.config.guard, now=now,
             ),
-            "evaluation": {**evaluated, "period_s": self._config.evaluation_period_s},
+            "evaluation": {**evaluated, "period_s": self._split.config.evaluation_period_s},
             "down": sorted(self._down),
             "replicas": views.replica_views(self._replicas.live(), now=now),
             "dropped": self._replicas.dropped,
@@ -253,7 +264,7 @@ class TrafficController:
         }  # fmt: skip
 
     def _compare(self, results: Results) -> Comparisons:
-        return compare_arms(results.arms, arms=self._arms, alpha=self._config.guard.alpha)
+        return compare_arms(results.arms, arms=self._arms, alpha=self._split.config.guard.alpha)
 
     async def _log(self, last: int) -> dict[str, Any]:
         entries, unreadable = await asyncio.to_thread(self._split.audit.read, last)
@@ -275,9 +286,10 @@ class TrafficController:
             try:
                 compared = self._compare(results)
                 results.statistics.trail.note(now, compared)
+                config = self._split.config
                 found = evaluate(
-                    state, results.arms, compared, self._config.guard, arms=self._arms, now=now,
-                    number=results.evaluations, period_s=self._config.evaluation_period_s,
+                    state, results.arms, compared, config.guard, arms=self._arms, now=now,
+                    number=results.evaluations, period_s=config.evaluation_period_s,
                 )  # fmt: skip
             except Exception as error:
                 # A ramp goes on after a successful evaluation only, and this is none.
@@ -294,7 +306,10 @@ class TrafficController:
                 await self._apply(change, who="ramp", why=found.why)
 
     async def save(self) -> None:
-        """Write the statistics to the state folder."""
+        """Write the statistics to the state folder, and a roll-back that found the disk full."""
+        async with self._changing:
+            if not self._split.is_written:
+                await asyncio.to_thread(self._split.write, self._split.saved)
         await asyncio.to_thread(self._split.write_results, self._split.results_json())
 
     async def check_health(self) -> None:
@@ -318,14 +333,14 @@ class TrafficController:
     async def _run(self) -> None:
         recorded = self._clock()
         while True:
-            await asyncio.sleep(self._config.evaluation_period_s)
+            await asyncio.sleep(self._split.config.evaluation_period_s)
             try:
                 await self.evaluate()
                 await self.save()
                 if self._publish is not None:
                     self._publish(self._overview())
                 await self._record_left_open()
-                is_due = self._clock() - recorded >= self._config.record_period_s
+                is_due = self._clock() - recorded >= self._split.config.record_period_s
                 if is_due and self._recording.is_idle and not self._split.state.ended:
                     recorded = self._clock()
                     self._record(await self._report(), final=False)
@@ -335,21 +350,27 @@ class TrafficController:
     # Changes and records
 
     async def _apply(
-        self, change: Change, *, who: str, why: str, configured: dict[str, Any] | None = None
+        self, change: Change, *, who: str, why: str, user_config: Mapping[str, Any] | None = None
     ) -> None:
         """Write a change, then follow it; call it with `_changing` held."""
         entry = change.entry(time_s=self._clock(), who=who, why=why)
-        await self._follow(self._split.following(change, entry, configured=configured))
+        following = self._split.following(change, entry, user_config=user_config)
+        try:
+            await asyncio.to_thread(self._split.write, following)
+        except OSError as error:
+            if change.action != "rollback":
+                raise
+            # A full disk must not keep users on a broken arm; `save` writes it when it can.
+            logger.error("split %d is followed, but not on disk: %s", entry.version, error)
+        self._split.install(following)
         logger.info("split %d: %s by %s: %s", entry.version, entry.action, who, why)
 
-    async def _follow(self, following: Saved) -> None:
-        """Whoever asked may go away meanwhile: what is on disk is followed all the same."""
-
-        async def write_and_install() -> None:
-            await asyncio.to_thread(self._split.write, following)
-            self._split.install(following)
-
-        await asyncio.shield(asyncio.create_task(write_and_install()))
+    async def _finish(self, change: Coroutine[Any, Any, Any]) -> Any:
+        """Await a change that goes on to its end even if whoever asked for it hangs up."""
+        task = asyncio.create_task(change)
+        self._unfinished.add(task)
+        task.add_done_callback(self._unfinished.discard)
+        return await asyncio.shield(task)
 
     def _record(self, report: dict[str, Any], *, final: bool) -> asyncio.Task:
         """Record the running experiment in the background."""
@@ -358,7 +379,9 @@ class TrafficController:
         async def started(run_id: str) -> None:
             async with self._changing:
                 if self._split.state.began == began:
-                    await self._follow(self._split.with_run(run_id))
+                    named = self._split.with_run(run_id)
+                    await asyncio.to_thread(self._split.write, named)
+                    self._split.install(named)
 
         return self._recording.begin(
             views.without_nan(report), self._split.run_id, final=final, started=started
@@ -374,16 +397,12 @@ class TrafficController:
             left = self._split.left_open.pop(0)
             view = views.overview(
                 left.state, left.results.arms, self._compare(left.results),
-                arms=tuple(left.results.arms), rules=self._config.guard, now=self._clock(),
+                arms=tuple(left.results.arms), rules=self._split.config.guard, now=self._clock(),
             )  # fmt: skip
             report = {**view, "statistics": left.results.statistics.to_json(), "log": []}
             self._recording.begin(
                 views.without_nan(report), left.run_id, final=True, started=started
             )
-
-    def _parse(self, config: Mapping[str, Any]) -> TrafficConfig:
-        section = TrafficConfig.parse(config, source="traffic")
-        return section.resolve(arms=self._arms, application=section.experiment or "carryover")
 
 
 def deployment(

@@ -10,7 +10,7 @@ from typing import Any
 from carryover.errors import ConfigError, ServingError
 from carryover.serving.audit import AuditEntry
 from carryover.serving.changes import Change, State
-from carryover.serving.configured import adopt, begin, what_changed, wishes
+from carryover.serving.configured import adopt, begin, overlaid, what_changed, wishes
 from carryover.serving.replicas import Replicas
 from carryover.serving.results import Results
 from carryover.serving.state_folder import Saved, StateFolder
@@ -40,6 +40,9 @@ class KeptSplit:
         effective_at: when replicas change over, if the configuration changed.
 
     Attributes:
+        arguments: the section that the application was built with.
+        config: that section with what Serve's `user_config` changed in it.
+        saved: what the state folder holds, or will once it can be written.
         state: in force.
         run_id: of the experiment in MLflow; None before its first record.
         results: of the experiment.
@@ -61,6 +64,7 @@ class KeptSplit:
         effective_at: float,
     ) -> None:
         self._arms, self._described, self._replicas = tuple(arms), dict(described), replicas
+        self.arguments = self.config = config
         self.results = Results(arms)
         self.left_open: list[LeftOpen] = []
         self._folder = StateFolder(config.state)
@@ -74,39 +78,50 @@ class KeptSplit:
     @property
     def state(self) -> State:
         """The state in force."""
-        return self._saved.state
+        return self.saved.state
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the state folder holds what is in force."""
+        return self._folder.saved == self.saved
 
     @property
     def run_id(self) -> str | None:
         """The experiment's run in MLflow."""
-        return self._saved.run_id
+        return self.saved.run_id
 
     def adoption(
         self, config: TrafficConfig, *, now: float, effective_at: float
-    ) -> tuple[Change, str, dict[str, Any]] | None:
-        """What a configuration changes, in words too, and what it then asked for; None: nothing.
+    ) -> tuple[Change, str] | None:
+        """What another section changes, and that in words; None: nothing.
 
         Raises:
             ConfigError: the change cannot be made.
         """
-        old, new = self._saved.configured, wishes(config, self._arms, self._described)
+        old, new = self._wishes(self.config), self._wishes(config)
         change = adopt(
             self.state, config, old=old, new=new, arms=self._arms, now=now,
             effective_at=effective_at,
         )  # fmt: skip
-        return None if change is None else (change, what_changed(old, new), new)
+        return None if change is None else (change, what_changed(old, new))
 
     def following(
-        self, change: Change, entry: AuditEntry, *, configured: dict[str, Any] | None = None
+        self, change: Change, entry: AuditEntry, *, user_config: Mapping[str, Any] | None = None
     ) -> Saved:
-        """What the state folder will hold after a change."""
+        """What the state folder will hold after a change.
+
+        Args:
+            change: from the state in force.
+            entry: its line of the audit log.
+            user_config: what Serve's `user_config` asked for, if that made the change.
+        """
         begins = change.state.began != self.state.began
-        return Saved(
-            state=change.state,
-            entry=entry,
-            configured=self._saved.configured if configured is None else configured,
-            run_id=None if begins else self.run_id,
-        )
+        updates: dict[str, Any] = {"state": change.state, "entry": entry}
+        if begins:
+            updates["run_id"] = None
+        if user_config is not None:
+            updates["user_config"] = dict(user_config)
+        return self.saved.model_copy(update=updates)
 
     def write(self, following: Saved) -> None:
         """Put a change on disk; waits for it.
@@ -114,8 +129,7 @@ class KeptSplit:
         Raises:
             OSError: the disk is full or gone; nothing has changed.
         """
-        # The entry is the old one if only the run was named.
-        self._folder.save(following, is_change=following.entry != self._saved.entry)
+        self._folder.save(following)
 
     def install(self, following: Saved) -> None:
         """Follow what is on disk now; an experiment that begins starts without results."""
@@ -124,11 +138,11 @@ class KeptSplit:
             if not self.state.ended:
                 self.left_open.append(LeftOpen(self.state, self.results, self.run_id))
             self.results = Results(self._arms)
-        self._saved = following
+        self.saved = following
 
     def with_run(self, run_id: str) -> Saved:
         """What the state folder will hold once it names the experiment's run in MLflow."""
-        return self._saved.model_copy(update={"run_id": run_id})
+        return self.saved.model_copy(update={"run_id": run_id})
 
     def results_json(self) -> dict[str, Any]:
         """The results as they are now, for `write_results`."""
@@ -156,26 +170,35 @@ class KeptSplit:
         if saved is None:
             change = begin(config, now=now)
             entry = change.entry(time_s=now, who="configuration", why="first start")
-            self._saved = Saved(
-                state=change.state, entry=entry,
-                configured=wishes(config, self._arms, self._described),
-            )  # fmt: skip
-            self._folder.save(self._saved)
+            self.saved = Saved(
+                state=change.state, entry=entry, configured=self._wishes(config)
+            )
+            self._folder.save(self.saved)
             return
-        self._saved = saved
+        self.saved = saved
         self._load_results()
+        old, new = saved.configured, self._wishes(config)
+        if old == new:
+            self.config = overlaid(config, saved.user_config, self._arms)
+            return
         try:
-            adoption = self.adoption(config, now=now, effective_at=effective_at)
+            change = adopt(
+                self.state, config, old=old, new=new, arms=self._arms, now=now,
+                effective_at=effective_at,
+            )  # fmt: skip
         except ConfigError as error:
             # The application must start; an experiment that has ended leaves all to the control.
             logger.error("the configuration's split is not taken: %s", error)
             return
-        if adoption is not None:
-            change, why, configured = adoption
-            entry = change.entry(time_s=now, who="configuration", why=why)
-            following = self.following(change, entry, configured=configured)
+        if change is not None:
+            entry = change.entry(time_s=now, who="configuration", why=what_changed(old, new))
+            following = self.following(change, entry, user_config={})
+            following = following.model_copy(update={"configured": new})
             self.write(following)
             self.install(following)
+
+    def _wishes(self, config: TrafficConfig) -> dict[str, Any]:
+        return wishes(config, self._arms, self._described)
 
     def _load_results(self) -> None:
         values = self._folder.load_results()

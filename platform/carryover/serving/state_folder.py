@@ -29,14 +29,16 @@ class Saved(Config):
     Attributes:
         state: in force.
         entry: of the audit log, that led to it.
-        configured: what the configuration last asked for; a change of it is taken over, the same
-            again is not, so that it cannot undo what people set since.
+        configured: what the application's arguments last asked for; a change of it is taken over,
+            the same again is not, so that it cannot undo what people set since.
+        user_config: what Serve's `user_config` changed since; empty without one.
         run_id: of the experiment in MLflow; None before its first record.
     """
 
     state: State
     entry: AuditEntry
     configured: dict[str, Any]
+    user_config: dict[str, Any] = {}
     run_id: str | None = None
 
 
@@ -47,13 +49,16 @@ class StateFolder:
         path: the folder; made when absent.
         lock_timeout_s: how long an earlier controller may take to go away.
 
+    Attributes:
+        saved: what `traffic.json` holds; None while there is none.
+
     Raises:
         ServingError: another process has the folder, or it cannot be written.
     """
 
     def __init__(self, path: Path, *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
         self.path = path
-        self._saved: Saved | None = None
+        self.saved: Saved | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / "controller.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -85,31 +90,27 @@ class StateFolder:
             ) from None
         if saved.entry not in self.audit.read()[0]:
             self.audit.append(saved.entry)
-        self._saved = saved
+        self.saved = saved
         return saved
 
-    def save(self, saved: Saved, *, is_change: bool = True) -> None:
-        """Write the state, then its audit entry; returns once the disk has both.
-
-        Args:
-            saved: the new content.
-            is_change: whether its entry is new; else the audit log is left alone.
+    def save(self, saved: Saved) -> None:
+        """Write the state, then its audit entry if it is new; returns once the disk has both.
 
         Raises:
             OSError: the disk is full or gone; the earlier state still holds.
         """
         self._write("traffic.json", saved.model_dump(mode="json"))
         try:
-            if is_change:
+            if self.saved is None or saved.entry != self.saved.entry:
                 self.audit.append(saved.entry)
         except OSError:
             # Without its line in the log, no change may come back with the next start.
-            if self._saved is None:
+            if self.saved is None:
                 (self.path / "traffic.json").unlink()
             else:
-                self._write("traffic.json", self._saved.model_dump(mode="json"))
+                self._write("traffic.json", self.saved.model_dump(mode="json"))
             raise
-        self._saved = saved
+        self.saved = saved
 
     def load_results(self) -> dict[str, Any] | None:
         """Read what `save_results` wrote; None if there is nothing."""
