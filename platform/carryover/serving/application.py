@@ -32,6 +32,8 @@ from carryover.vllm_plugin.install import version_is_tried
 
 # The ingress sheds load itself, with an answer that says so; Serve's queue must never fill first.
 _NO_LIMIT = 1_000_000
+# What an experiment is about: when one of these changes, statistics begin anew.
+_IDENTITY = ("target", "drafter", "num_speculative_tokens")
 
 
 def build_application(config: ServeConfig, *, target: Target | None = None) -> Application:
@@ -100,7 +102,13 @@ def bind_front(
         llm_deployments=dict(arms),
         model_cards=dict(cards),
         settings=settings,
-        controller=controller.deployment(traffic, arms=names),
+        controller=controller.deployment(
+            traffic,
+            arms=names,
+            described={
+                name: {key: described[name].get(key) for key in _IDENTITY} for name in names
+            },
+        ),
     )
 
 
