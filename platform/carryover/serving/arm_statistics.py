@@ -8,8 +8,8 @@ Three things are kept:
   would need memory without bound, so keys are hashed into 256 groups, the same in every arm, and
   sums are kept per group: different keys are independent, so groups are, and all requests of one
   key are in one group however many there are and however long it lives ("random groups"; a request
-  without a key goes to a group at random). Sums are also kept by groups of 10-second blocks of
-  time, because a stall of an arm's replica slows many requests of different keys at once.
+  without a key goes to a group at random). Sums are also kept by blocks of time, because a stall
+  of an arm's replica slows many requests of different keys at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from zlib import crc32
 import numpy as np
 
 from carryover.serving.observation import KINDS, Observation
+from carryover.serving.time_blocks import TimeBlocks
 from carryover.serving.totals import Totals, is_time
 
 NUM_GROUPS = 256
-BLOCK_S = 10.0
 MAX_RECENT = 4096
 MAX_LABELS = 64
 MAX_SPLITS = 32
@@ -70,38 +70,43 @@ class GroupSums:
 
     Attributes:
         units: [NUM_GROUPS, columns] by group of sticky keys.
-        blocks: [NUM_GROUPS, columns] by group of blocks of time.
+        blocks: by block of time.
         products: [PRODUCTS] over single requests.
     """
 
     def __init__(self) -> None:
         self.units = np.zeros((NUM_GROUPS, len(COLUMNS)))
-        self.blocks = np.zeros((NUM_GROUPS, len(COLUMNS)))
+        self.blocks = TimeBlocks(len(COLUMNS))
         self.products = np.zeros(len(PRODUCTS))
 
-    def add(self, values: np.ndarray, *, unit: int, block: int) -> None:
-        """Add one request's columns to its groups."""
+    def add(self, values: np.ndarray, *, unit: int, time_s: float) -> None:
+        """Add one request's columns to its group and block."""
         self.units[unit] += values
-        self.blocks[block] += values
+        self.blocks.add(time_s, values)
         self.products += values[_LEFT] * values[_RIGHT]
 
     def merge(self, other: Self) -> None:
         """Add all that `other` counted."""
         self.units += other.units
-        self.blocks += other.blocks
+        self.blocks.merge(other.blocks)
         self.products += other.products
 
     def to_json(self) -> dict[str, Any]:
         """Arrays as base64 of little-endian float64."""
-        return {name: _encode(getattr(self, name)) for name in ("units", "blocks", "products")}
+        return {
+            "units": _encode(self.units),
+            "blocks": {**self.blocks.to_json(), "sums": _encode(self.blocks.sums)},
+            "products": _encode(self.products),
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`."""
         made = cls()
-        for name in ("units", "blocks", "products"):
-            array = getattr(made, name)
-            array[...] = _decode(values[name]).reshape(array.shape)
+        made.units = _decode(values["units"]).reshape(made.units.shape)
+        made.products = _decode(values["products"]).reshape(made.products.shape)
+        sums = _decode(values["blocks"]["sums"]).reshape(made.blocks.sums.shape)
+        made.blocks = TimeBlocks.from_json(values["blocks"], sums)
         return made
 
 
@@ -146,8 +151,7 @@ class ArmStatistics:
                 self.uncompared += 1
                 return
             sums = self.splits[seen.split] = GroupSums()
-        block = _mix(int(seen.time_s // BLOCK_S)) % NUM_GROUPS
-        sums.add(values, unit=unit % NUM_GROUPS, block=block)
+        sums.add(values, unit=unit % NUM_GROUPS, time_s=seen.time_s)
 
     def merge(self, other: Self) -> None:
         """Add all that `other` counted."""

@@ -8,8 +8,10 @@ with sources, is in `sequential.py`. It assumes that
 
 - chance decided the arm, by weights (so only requests of reason "weighted" or "sticky" count);
 - requests of different keys are independent given the arm and the traffic at that time, apart from
-  disturbances that last for seconds (blocks of 10 s are one cluster);
-- there are enough units for sums to be about normal: no verdict is given below 20 a smaller arm.
+  disturbances short against the experiment's length (all that happens within a block of time, at
+  least 5 s and at least a 64th of the experiment, may hang together);
+- there are enough units for sums to be about normal: no verdict is given before the smaller arm has
+  the equivalent of 20 units and of 5 blocks of time.
 
 Metrics: **acceptance_length**, pooled over rounds (1 + accepted / rounds), as a relative change;
 **ttft_s, tpot_s, e2e_s**, geometric means over answers, as relative changes: a mean of logarithms
@@ -51,8 +53,9 @@ from carryover.serving.arm_statistics import (
     Recent,
 )
 from carryover.serving.sequential import Effect, Sums, effect
+from carryover.serving.time_blocks import FIRST_BLOCK_S, common_grid
 
-MIN_UNITS = 20
+MIN_UNITS, MIN_BLOCKS = 20, 5
 _WORDS = {
     "acceptance_length": "acceptance length",
     "tpot_s": "TPOT",
@@ -171,8 +174,9 @@ def compare(
     rule = METRICS[metric]
     splits = [name for name in control.splits if name in treatment.splits]
     pair = [[arm.splits[name] for name in splits] for arm in (control, treatment)]
+    grid = common_grid([kept.blocks for arm in pair for kept in arm])
     found = effect(
-        _sums(pair[0], rule), _sums(pair[1], rule), rho=rule.rho, alpha=alpha,
+        _sums(pair[0], rule, grid), _sums(pair[1], rule, grid), rho=rule.rho, alpha=alpha,
         shifted_log=rule.shifted_log, coin=metric == "error_rate",
     )  # fmt: skip
     counts = [
@@ -250,10 +254,10 @@ def _requests_of(rule: Metric) -> str:
     return "num_e2e" if rule.denominator == "rounds" else rule.denominator
 
 
-def _sums(splits: Sequence[GroupSums], rule: Metric) -> Sums:
+def _sums(splits: Sequence[GroupSums], rule: Metric, grid: tuple[int, int]) -> Sums:
     y, x = rule.numerator, rule.denominator
     units = np.stack([kept.units for kept in splits]) if splits else np.zeros((0, 1, len(COLUMN)))
-    blocks = np.stack([kept.blocks for kept in splits]) if splits else units
+    blocks = np.stack([kept.blocks.on(*grid) for kept in splits]) if splits else units
     products = np.array([kept.products for kept in splits]).reshape(len(splits), len(PRODUCTS))
 
     def product(left: str, right: str) -> np.ndarray:
@@ -311,6 +315,12 @@ def _too_little(
         return (
             f"too few independent units: the smaller arm has the equivalent of {units:.0f}, "
             f"{MIN_UNITS} are needed"
+        )
+    if found.blocks < MIN_BLOCKS:
+        return (
+            "too short a time: the smaller arm's requests cover the equivalent of "
+            f"{float(found.blocks):.1f} blocks of at least {FIRST_BLOCK_S:g} s, "
+            f"{MIN_BLOCKS} are needed"
         )
     return ""
 

@@ -12,9 +12,10 @@ and has no drift, however traffic changes meanwhile.
 
 **Its variance** V is estimated from independent groups: G/(G-1) times the sum of squared group sums
 of influence (Taylor linearisation of the ratio, the "delta method": Deng, Knoblich and Lu 2018).
-Groups of sticky keys allow for all correlation of one key's requests. Groups of time blocks allow
-for what hits many keys of one arm at once. The two ways are combined as in two-way clustering
-(Cameron, Gelbach and Miller 2011), units + blocks - requests, and never below the units' alone.
+Groups of sticky keys allow for all correlation of one key's requests. Blocks of time, which grow
+with the experiment (see `time_blocks.py`), allow for what hits many keys of one arm at once: a
+stall, a busy neighbour. The two are combined as in two-way clustering (Cameron, Gelbach and Miller
+2011), units + blocks - requests, and never below the units' alone.
 
 **The boundary.** |S - W effect| stays below sqrt((V + rho) log((V + rho) / (rho alpha^2))) at all
 times at once, but for a chance of alpha (the normal mixture of Robbins 1970; Howard et al. 2021,
@@ -27,8 +28,9 @@ then never below sqrt(rho log(1 / alpha^2)), which makes early looks safe, when 
 from a few requests may be far too small.
 
 **Few units.** V is enlarged by the ratio of Student's t quantile to the normal one at the
-boundary's own level, with Kish's effective number of groups of the smaller arm less one as degrees
-of freedom: a key that makes most of an arm's requests counts for little more than one unit.
+boundary's own level, with Kish's effective number of groups (or blocks) of the smaller arm less one
+as degrees of freedom: a key that makes most of an arm's requests counts for little more than one
+unit, and a minute of traffic for a few blocks.
 
 **Rare failures.** A failure's arm is a coin toss with the treatment's share of requests as its
 probability, so S is sub-Gaussian with a known factor (Kearns and Saul 1998), which V is never
@@ -52,7 +54,8 @@ class Sums:
     """One metric of one arm, over splits: arrays [..., splits, groups] and [..., splits].
 
     `y` and `x` are numerators and denominators by group of sticky keys, `y_blocks` and `x_blocks`
-    by group of time blocks; `yy`, `xy` and `xx` are sums of products over single requests.
+    by block of time (the same blocks in both arms); `yy`, `xy` and `xx` are sums of products over
+    single requests.
     """
 
     y: np.ndarray
@@ -69,14 +72,15 @@ class Effect:
     """Arrays [...]: the effect with its always-valid bounds; NaN where nothing can be said.
 
     On the scale of the metric's transform (log for acceptance length and latencies). `control` is
-    the control arm's level on that scale, averaged over splits like the effect. `units` is the
-    effective number of units of the smaller arm.
+    the control arm's level on that scale, averaged over splits like the effect. `units` and
+    `blocks` are the effective numbers of units and of blocks of time of the smaller arm.
     """
 
     value: np.ndarray
     half_width: np.ndarray
     control: np.ndarray
     units: np.ndarray
+    blocks: np.ndarray
 
 
 def effective_number(sizes: np.ndarray) -> np.ndarray:
@@ -94,7 +98,7 @@ def small_sample_factor(variance: np.ndarray, degrees: np.ndarray, *, rho: float
     """By what to multiply a variance that was estimated with so many degrees of freedom."""
     total = variance + rho
     level = np.sqrt(np.log(total / (rho * alpha**2)))
-    quantile = -stdtrit(np.maximum(degrees, 0.1), ndtr(-level))
+    quantile = -stdtrit(np.maximum(degrees, 0.5), ndtr(-level))
     return (quantile / level) ** 2
 
 
@@ -140,11 +144,15 @@ def effect(
     # A key that changed arms between splits is in the same group in both.
     by_unit = ((unit_parts[1] - unit_parts[0]).sum(-2) ** 2).sum(-1)
     by_block = ((block_parts[1] - block_parts[0]).sum(-2) ** 2).sum(-1)
-    variance = np.maximum(by_unit, by_unit + by_block - (singles[0] + singles[1]).sum(-1))
-    smaller = np.minimum(*(
-        effective_number((arm.x * used[..., None]).sum(-2)) for arm in (control, treatment)
+    joint = np.maximum(by_unit + by_block - (singles[0] + singles[1]).sum(-1), 0.0)
+    smaller, smaller_blocks = (
+        np.minimum(*(effective_number((x * used[..., None]).sum(-2)) for x in pair))
+        for pair in ((control.x, treatment.x), (control.x_blocks, treatment.x_blocks))
+    )
+    variance = np.maximum(*(
+        part * small_sample_factor(part, number - 1, rho=rho, alpha=alpha)
+        for part, number in ((by_unit, smaller), (joint, smaller_blocks))
     ))  # fmt: skip
-    variance = variance * small_sample_factor(variance, smaller - 1, rho=rho, alpha=alpha)
     if coin:
         share = sizes[1] / np.maximum(sizes[0] + sizes[1], _TINY)
         events = np.where(used, control.y.sum(-1) + treatment.y.sum(-1), 0.0)
@@ -156,4 +164,5 @@ def effect(
         half_width=boundary(variance, rho=rho, alpha=alpha) / safe_total,
         control=(weight * levels[0]).sum(-1) / safe_total,
         units=np.where(nothing, 0.0, smaller),
+        blocks=np.where(nothing, 0.0, smaller_blocks),
     )
