@@ -339,6 +339,25 @@ class Run:
             raise FileNotFoundError(path)
         self._write(lambda client: client.log_artifact(self.id, str(path), folder))
 
+    def log_input(
+        self, *, name: str, digest: str, source: str, profile: Mapping[str, Any]
+    ) -> None:
+        """Record what the run read, so that MLflow lists the runs that read the same.
+
+        Args:
+            name: of the data.
+            digest: of its content; MLflow takes up to 36 characters.
+            source: where it came from.
+            profile: JSON-able facts about it, such as row counts.
+        """
+        from mlflow.entities import Dataset, DatasetInput
+
+        entry = Dataset(
+            name=name, digest=digest, source_type="carryover",
+            source=json.dumps({"path": source}), profile=json.dumps(dict(profile)),
+        )  # fmt: skip
+        self._write(lambda client: client.log_inputs(self.id, datasets=[DatasetInput(entry)]))
+
     def set_tags(self, tags: Mapping[str, Any]) -> None:
         """Set or replace tags."""
         from mlflow.entities import RunTag

@@ -223,7 +223,7 @@ def test_bench_measures_both_arms_and_records_them(serving, prompts, tmp_path):
         tracker=tracker,
         on_progress=lambda done, total, arm: seen.append((done, total, arm)),
     )  # fmt: skip
-    assert result.baseline == "autoregressive"
+    assert result.reference == "autoregressive"
     assert [done for done, _, _ in seen] == list(range(1, 13))
     plain, drafted = (result.summaries[arm] for arm in ARMS)
     assert plain.requests == drafted.requests == len(QUESTIONS)

@@ -23,6 +23,8 @@ PURE = (
     "carryover.training.losses",
     "carryover.training.anchors",
     "carryover.bench.statistics",
+    "carryover.bench.ties",
+    "carryover.bench.validity",
     "carryover.vllm_plugin.rows",
 )
 

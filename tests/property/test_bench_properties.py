@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carryover.bench import statistics
-from carryover.bench.workload import make_blocks, select_prompts
+from carryover.bench.records import Condition
+from carryover.bench.workload import make_plan, select_prompts
 from carryover.data.prompts import Prompt
 
 counts = st.lists(st.integers(0, 50), min_size=2, max_size=16).filter(sum)
@@ -77,13 +78,37 @@ def test_chosen_prompts_are_balanced_distinct_and_reproducible(categories, seed,
     count=st.integers(1, 60),
     size=st.integers(1, 20),
     arms=st.integers(1, 4),
+    loads=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
-def test_blocks_hold_every_prompt_once_and_every_arm_in_each(count, size, arms, seed):
+def test_a_plan_asks_every_arm_every_prompt_once_under_every_condition(
+    count, size, arms, loads, seed
+):
     names = [f"arm{number}" for number in range(arms)]
+    conditions = [Condition(concurrency=number + 1) for number in range(loads)]
     prompts = prompts_of("a" * count)
-    blocks = make_blocks(prompts, names, block_size=size, seed=seed)
-    assert [prompt for block in blocks for prompt in block.prompts] == prompts
-    assert all(sorted(block.arms) == sorted(names) for block in blocks)
-    assert all(len(block.prompts) == size for block in blocks[:-1])
-    assert [block.number for block in blocks] == list(range(len(blocks)))
+    plan = make_plan(prompts, names, conditions, block_size=size, seed=seed)
+    for name in names:
+        for condition in conditions:
+            units = [u for u in plan if u.arm == name and u.condition == condition]
+            assert [prompt for unit in units for prompt in unit.prompts] == prompts
+            assert all(len(unit.prompts) == size for unit in units[:-1])
+    assert [unit.block for unit in plan] == sorted(unit.block for unit in plan)
+
+
+@given(categories=st.lists(st.sampled_from("abc"), min_size=1, max_size=40), cut=st.integers(1, 40))
+def test_every_beginning_of_the_chosen_prompts_is_balanced(categories, cut):
+    chosen = select_prompts(prompts_of(categories), None, seed=1)[:cut]
+    present, taken = Counter(categories), Counter(prompt.category for prompt in chosen)
+    most = max(taken.values())
+    assert all(taken[name] in (present[name], most, most - 1) for name in present)
+
+
+# each example draws thousands of resamples
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.tuples(times, times), min_size=2, max_size=12))
+def test_a_macro_average_of_equal_sets_is_the_micro_average_and_lies_in_its_interval(pairs):
+    columns = tuple(zip(*pairs, strict=True))
+    macro = statistics.macro_average([columns, columns], statistics.ratio)
+    assert macro.value == pytest.approx(statistics.ratio_of_sums(*columns).value)
+    assert macro.low <= macro.value * (1 + 1e-9) and macro.high >= macro.value * (1 - 1e-9)

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from carryover.bench import arms as module
-from carryover.bench.arms import choose_baseline, find_arms
+from carryover.bench.arms import check_roles, choose_baseline, choose_reference, find_arms
 from carryover.errors import ConfigError, ServingError
 
 ENGINE = {"max_model_len": 256}
@@ -51,8 +51,8 @@ def test_unknown_arms_and_a_baseline_that_is_not_measured_are_refused(endpoint):
     endpoint(card("plain", about()), card("fast", about("d")))
     with pytest.raises(ConfigError, match="no arm 'fsat' at http://x; it has: plain, fast"):
         find_arms("http://x", wanted=["fsat"])
-    with pytest.raises(ConfigError, match="must be among the arms measured"):
-        find_arms("http://x", wanted=["fast"], baseline="plain")
+    with pytest.raises(ConfigError, match="the baseline 'plain' must be among the arms measured"):
+        check_roles(find_arms("http://x", wanted=["fast"]), reference=None, baseline="plain")
 
 
 def test_a_server_that_is_not_ready_is_told(endpoint):
@@ -61,10 +61,18 @@ def test_a_server_that_is_not_ready_is_told(endpoint):
         find_arms("http://x")
 
 
-def test_the_baseline_is_the_given_the_autoregressive_or_the_first():
+def test_the_reference_is_the_given_the_autoregressive_or_the_first():
     arms = {"fast": about("d"), "plain": about()}
-    assert choose_baseline(arms) == "plain"
-    assert choose_baseline(arms, given="fast") == "fast"
-    assert choose_baseline({"a": about("d"), "b": about("e")}) == "a"
-    assert choose_baseline({"a": {}, "b": {}}) == "a"
-    assert choose_baseline({"a": about()}) is None
+    assert choose_reference(arms) == "plain"
+    assert choose_reference(arms, given="fast") == "fast"
+    assert choose_reference({"a": about("d"), "b": about("e")}) == "a"
+    assert choose_reference({"a": {}, "b": {}}) == "a"
+    assert choose_reference({"a": about()}) is None
+
+
+def test_the_baseline_is_the_given_the_one_of_that_name_or_the_first_that_drafts():
+    arms = {"plain": about(), "carryover": about("c"), "baseline": about("b")}
+    assert choose_baseline(arms) == "baseline"
+    assert choose_baseline(arms, given="carryover") == "carryover"
+    assert choose_baseline({"plain": about(), "x": about("d"), "y": about("e")}) == "x"
+    assert choose_baseline({"plain": about(), "x": about("d")}) is None

@@ -1,51 +1,62 @@
-"""The table shows every figure, and remarks say what must be known beside it."""
+"""The tables show every figure, and remarks say what must be known beside them."""
 
 import io
-from pathlib import Path
 
+from bench_backends import RuleBackend, run_rule_bench
 from rich.console import Console
-from test_bench_summary import request
 
-from carryover.bench.online import BenchResult, OnlineConfig
-from carryover.bench.report import remarks, result_table
-from carryover.bench.summary import compare_arms, summarise_arm
+from carryover.bench.records import Condition
+from carryover.bench.report import remarks, result_tables, set_counts, settings_line
 
 
-def result(*, agree=True):
-    plain = [request("plain", 0, finish="length"), request("plain", 1, finish="length")]
-    fast = [
-        request("fast", 0, wall=0.5, drafts=4, accepted=4, histogram=(1, 2, 1)),
-        request("fast", 1, wall=0.5, drafts=4, accepted=4, histogram=(1, 2, 1), text="other"),
-        request("fast", 2, error="boom"),
-    ]
-    return BenchResult(
-        config=OnlineConfig(prompts="x"),
-        engine={},
-        summaries={
-            "plain": summarise_arm("plain", plain, measured_s=2.0),
-            "fast": summarise_arm("fast", fast, measured_s=1.0),
-        },
-        comparisons={"fast": compare_arms(fast, plain, same_text=True)},
-        baseline="plain",
-        requests=plain + fast,
-        counters={},
-        counters_agree=agree,
-        folder=Path("runs/bench/x"),
+def shown(result, width=160):
+    console = Console(file=io.StringIO(), width=width)
+    for table in result_tables(result):
+        console.print(table)
+    return console.file.getvalue()
+
+
+def test_tables_show_figures_with_intervals_by_arm_and_by_set(tmp_path):
+    text = shown(run_rule_bench(tmp_path))
+    for expected in (
+        "2.40x [2.40, 2.40]", "1 (reference)", "1 (baseline)", "+20.0% [+20.0, +20.0]",
+        "4.00 [4.00, 4.00]", "micro average", "macro average", "batch 1, temperature 0", "0/12",
+    ):  # fmt: skip
+        assert expected in text, expected
+    assert "nan" not in text and "…" not in text and "INVALID" not in text
+
+
+def test_one_column_of_an_arm_fits_a_narrow_terminal(tmp_path):
+    text = shown(run_rule_bench(tmp_path), width=80)
+    assert "…" not in text and "nan" not in text
+
+
+def test_failures_differing_texts_and_every_condition_are_shown(tmp_path):
+    backend = RuleBackend(
+        fail=lambda arm, prompt: arm == "baseline" and prompt.id == 3,
+        texts={("carryover", 1): "other"},
     )
+    conditions = [Condition("offline"), Condition("offline", temperature=1.0)]
+    result = run_rule_bench(tmp_path, backend, conditions=conditions, max_failure_share=0.5)
+    text = shown(result)
+    assert "1/12" in text and "1/1" in text and "temperature 1" in text
+    assert text.count("temperature") == 2
 
 
-def test_the_table_shows_figures_with_intervals_and_failures():
-    console = Console(file=io.StringIO(), width=80)
-    console.print(result_table(result()))
-    text = console.file.getvalue()
-    assert "2.20x [2.20, 2.20]" in text
-    assert "1 (reference)" in text
-    assert "1/3" in text and "1/2" in text
-    assert "nan" not in text and "…" not in text
+def test_remarks_put_the_gravest_first(tmp_path):
+    result = run_rule_bench(
+        tmp_path, RuleBackend(miscount=2.0, texts={("carryover", 1): "other"}), budget_s="10m"
+    )
+    said = remarks(result)
+    assert said[0].startswith("INVALID: ") and "counters" in said[0]
+    together = " ".join(said)
+    assert "carryover: 1 of 12 texts differ from autoregressive's" in together
+    assert "1 near-ties" in together
+    assert "the budget of 600 s takes 12 of 12 prompts" in together
+    assert "INVALID" in shown(result)
 
 
-def test_remarks_name_what_spoils_a_figure():
-    said = " ".join(remarks(result(agree=False)))
-    assert "fast: 1 of 2 texts differ from plain's" in said
-    assert "counters disagree" in said
-    assert "plain: every response was cut at 128 tokens" in said
+def test_what_the_arms_share_and_what_they_were_asked_is_printed(tmp_path):
+    result = run_rule_bench(tmp_path)
+    assert '"max_model_len": 256' in settings_line(result) and "3 arms" in settings_line(result)
+    assert set_counts(result) == "some.jsonl: 12 prompts (chat 6, code 6)"

@@ -8,25 +8,23 @@ from typing import Any
 
 import httpx
 
+from carryover.bench.client import authorization
 from carryover.errors import ConfigError, ServingError
 
 
-def find_arms(
-    url: str, *, wanted: Sequence[str] | None = None, baseline: str | None = None
-) -> dict[str, dict[str, Any]]:
+def find_arms(url: str, *, wanted: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Ask an endpoint for its arms: model id to description (empty for other servers' models).
 
     Args:
         url: base URL, without `/v1`.
         wanted: the arms to take; None takes all.
-        baseline: an arm that must be among them.
 
     Raises:
         ServingError: it does not answer.
-        ConfigError: an arm or the baseline is unknown, or engine settings differ between arms.
+        ConfigError: an arm is unknown, or engine settings differ between arms.
     """
     try:
-        answer = httpx.get(f"{url}/v1/models", timeout=30.0)
+        answer = httpx.get(f"{url}/v1/models", timeout=30.0, headers=authorization())
         answer.raise_for_status()
         listed = answer.json()["data"]
     except (httpx.HTTPError, ValueError, KeyError) as error:
@@ -36,24 +34,48 @@ def find_arms(
     described = {card["id"]: (card.get("metadata") or {}).get("carryover") for card in listed}
     ours = {model: about for model, about in described.items() if about is not None}
     known = ours or {model: {} for model in described}
-    for name in [*(wanted or ()), *([baseline] if baseline else ())]:
+    for name in wanted or ():
         if name not in known:
             raise ConfigError(f"no arm {name!r} at {url}; it has: {', '.join(known)}")
-    if baseline is not None and baseline not in (wanted or known):
-        raise ConfigError(f"the baseline {baseline!r} must be among the arms measured")
     chosen = {name: known[name] for name in wanted or known}
     _check_pairs(chosen)
     return chosen
 
 
-def choose_baseline(arms: Mapping[str, dict[str, Any]], *, given: str | None = None) -> str | None:
-    """The arm that others are divided by: the given one, the autoregressive one, or the first."""
+def choose_reference(arms: Mapping[str, dict[str, Any]], *, given: str | None = None) -> str | None:
+    """The arm of speed-ups: the given one, the autoregressive one, or the first; None with one."""
     if len(arms) < 2:
         return None
     if given is not None:
         return given
     plain = [name for name, about in arms.items() if about and about.get("drafter") is None]
     return plain[0] if plain else next(iter(arms))
+
+
+def choose_baseline(arms: Mapping[str, dict[str, Any]], *, given: str | None = None) -> str | None:
+    """The arm of gains: the given one, `baseline`, or the first with a drafter.
+
+    None without two arms that may have a drafter.
+    """
+    drafting = [name for name, about in arms.items() if about.get("drafter", "unknown") is not None]
+    if len(drafting) < 2:
+        return None
+    if given is not None:
+        return given
+    return "baseline" if "baseline" in drafting else drafting[0]
+
+
+def check_roles(arms: Mapping[str, Any], **roles: str | None) -> None:
+    """Refuse a reference or baseline that is not measured.
+
+    Raises:
+        ConfigError: names the role.
+    """
+    for role, name in roles.items():
+        if name is not None and name not in arms:
+            raise ConfigError(
+                f"the {role} {name!r} must be among the arms measured: {', '.join(arms)}"
+            )
 
 
 def _check_pairs(arms: Mapping[str, dict[str, Any]]) -> None:

@@ -1,46 +1,51 @@
-"""Bench a running endpoint: the same prompts on every arm, at a fixed client concurrency.
+"""Bench a running endpoint: the same prompts on every arm, at given loads.
 
-The loop is closed: `concurrency` clients send a prompt each (the first user turn of its row), and
-the next when they have their answer. Prompts go out in blocks; each block is answered by every arm,
-one after the other, in an order drawn anew (see `bench.workload`). An arm is measured alone, as it
-would run alone.
+Closed loop: `concurrency` clients send a prompt each (the first user turn of its row), and the next
+when they have their answer. Open loop: requests arrive at a rate, by a Poisson process with the
+same arrivals on every arm, however long answers take. Prompts go out in blocks; each block is
+answered by every arm, one after the other, in an order drawn anew (see `bench.workload`). An arm is
+measured alone, as it would run alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from math import nan
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpx
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from carryover.bench import counters
-from carryover.bench.arms import choose_baseline, find_arms
-from carryover.bench.client import Response, Sampling, ask, closed_loop, open_session
-from carryover.bench.statistics import share_of_wall
-from carryover.bench.summary import (
-    ArmSummary,
-    Comparison,
-    Request,
-    compare_arms,
-    summarise_arm,
-    write_requests,
+from carryover.bench.arms import check_roles, find_arms
+from carryover.bench.client import (
+    Choice,
+    Response,
+    Sampling,
+    ask,
+    ask_choices,
+    closed_loop,
+    open_loop,
+    open_session,
 )
-from carryover.bench.workload import Block, count_categories, make_blocks, select_prompts
-from carryover.config import Config
-from carryover.data.prompts import Prompt, read_prompts
-from carryover.errors import ServingError
-from carryover.tracking import Run, Tracker
+from carryover.bench.ledger import Ledger, load_settings
+from carryover.bench.measure import Answers, Progress
+from carryover.bench.records import Condition
+from carryover.bench.result import BenchResult
+from carryover.bench.session import Bench, run_bench
+from carryover.bench.sets import read_workload
+from carryover.bench.settings import BenchConfig, Many, Positive
+from carryover.bench.workload import Unit, poisson_arrivals
+from carryover.data.prompts import Prompt
+from carryover.errors import ConfigError, ServingError
+from carryover.tracking import Tracker
 
-EXPERIMENT = "bench"
 # Sent before anything is measured; not among any workload's prompts, so they warm no prefix.
 WARMUP_TEXTS = (
     "Warm-up. Write three sentences about the sea.",
@@ -51,279 +56,260 @@ WARMUP_TOKENS = 32
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int, str], None]
+__all__ = ["BenchResult", "OnlineConfig", "run"]
 
 
-class OnlineConfig(Config):
+class OnlineConfig(BenchConfig):
     """Settings of an online bench."""
 
     url: str = Field(
         default="http://127.0.0.1:8000", description="of the endpoint, with or without /v1"
     )
     arms: list[str] | None = Field(default=None, description="model ids; null takes every arm")
-    baseline: str | None = Field(
-        default=None, description="arm that others are divided by; null: the autoregressive one"
+    concurrency: Many[int] = Field(
+        default=(1,), description="requests in flight, one or more numbers; [] with rates alone"
     )
-    prompts: str = Field(description="JSON lines, Parquet, folder, or Hugging Face data set")
-    num_prompts: int | None = Field(default=None, ge=1, description="null takes all")
-    concurrency: int = Field(default=1, ge=1, description="requests in flight")
-    max_tokens: int = Field(default=128, ge=1)
-    temperature: float = Field(default=0.0, ge=0)
-    ignore_eos: bool = Field(default=False, description="generate max_tokens always")
-    block_size: int | None = Field(
-        default=None, ge=1, description="prompts per block; null: 4 per client, at least 8"
+    rate: Many[Positive] = Field(
+        default=(), description="requests per second of an open loop, one or more; [] for none"
     )
-    num_warmup: int | None = Field(
-        default=None, ge=0, description="requests per arm that are not measured; null: 1 per client"
-    )
+    cold_prefixes: bool = Field(
+        default=True, description="give every request a cache salt of its own, so that none finds "
+        "a prefix that another arm or load left in the cache",
+    )  # fmt: skip
     request_timeout_s: float = Field(default=600.0, gt=0)
-    max_failure_share: float = Field(
-        default=0.02, ge=0, le=1, description="the run fails when more of an arm's requests fail"
-    )
     metrics_url: str | None = Field(
-        default=None, description="page with vLLM's counters, to check acceptance against"
-    )
-    seed: int = Field(default=0, description="of the choice and order of prompts and arms")
-    out: Path = Field(default=Path("runs/bench"), description="folder for the results")
+        default=None, description="page with vLLM's counters, to check acceptance against; null: "
+        "the endpoint's own /metrics, if it has one",
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _has_loads(self) -> OnlineConfig:
+        if not self.concurrency and not self.rate:
+            raise ValueError("give at least one concurrency or rate")
+        if any(value < 1 for value in self.concurrency):
+            raise ValueError(f"concurrency starts at 1, got {list(self.concurrency)}")
+        return self
 
     @property
     def base_url(self) -> str:
         """The endpoint without `/v1`."""
         return self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
-
-@dataclass(frozen=True)
-class BenchResult:
-    """What a bench found.
-
-    Attributes:
-        config: its settings.
-        engine: engine settings of each arm, as far as the endpoint tells.
-        summaries: by arm, in the endpoint's order.
-        comparisons: by arm, without the baseline itself.
-        baseline: the arm that others are divided by; None with one arm.
-        requests: every request that was measured.
-        counters: vLLM's own counts during the bench, by arm; None if they were not read.
-        counters_agree: whether they are those of the responses; None if they were not read.
-        folder: where the rows and the summary were written.
-        run_id: of the MLflow parent run; None if nothing was recorded.
-    """
-
-    config: OnlineConfig
-    engine: dict[str, dict[str, Any]]
-    summaries: dict[str, ArmSummary]
-    comparisons: dict[str, Comparison]
-    baseline: str | None
-    requests: list[Request]
-    counters: counters.Counters | None
-    counters_agree: bool | None
-    folder: Path
-    run_id: str | None = None
+    @property
+    def conditions(self) -> list[Condition]:
+        """All combinations of temperature and load."""
+        loads = [{"concurrency": c} for c in self.concurrency]
+        loads += [{"concurrency": None, "rate": rate} for rate in self.rate]
+        return [Condition("online", t, **load) for t in self.temperature for load in loads]
 
 
 def run(
-    config: OnlineConfig, *, tracker: Tracker | None = None, on_progress: Progress | None = None
+    config: OnlineConfig | None = None,
+    *,
+    tracker: Tracker | None = None,
+    on_progress: Progress | None = None,
+    on_partial: Callable[[BenchResult], None] | None = None,
+    resume: Path | None = None,
 ) -> BenchResult:
     """Measure the arms of an endpoint.
 
     Args:
-        config: what to measure.
-        tracker: where to record it: a parent run and a child per arm; None records nothing.
+        config: what to measure; None with `resume`.
+        tracker: where to record it: a parent run and a child for each arm and condition; None
+            records nothing.
         on_progress: called after every request with requests done, requests in all, and the arm.
+        on_partial: given what is finished when Ctrl-C or an error ends the bench.
+        resume: folder of a bench that was cut short, to go on with under its own settings.
 
     Raises:
         ConfigError: unknown arms, or settings of the arms that differ beyond the drafter.
         DataError: the prompts cannot be read.
-        ServingError: the endpoint does not answer, or too many requests failed.
+        ServingError: the endpoint does not answer or stops answering, or too many requests failed.
     """
-    prompts = select_prompts(read_prompts(config.prompts), config.num_prompts, seed=config.seed)
-    arms = find_arms(config.base_url, wanted=config.arms, baseline=config.baseline)
-    folder = config.out / datetime.now().strftime("%Y%m%d-%H%M%S-%f-online")
-    if tracker is None:
-        result = _measure(config, arms, prompts, folder, on_progress)
-        _check_failures(result)
-        return result
-    name = f"online c={config.concurrency} T={config.temperature:g}"
-    tags = {"carryover.bench": "online", "carryover.url": config.base_url}
-    with tracker.run(experiment=EXPERIMENT, name=name, tags=tags) as parent:
-        parent.log_params(config.model_dump(mode="json"))
-        parent.log_dict(count_categories(prompts), "categories.json")
-        result = _measure(config, arms, prompts, folder, on_progress, run_id=parent.id)
-        _record(result, parent)
-        _check_failures(result)
-    return result
-
-
-def _measure(
-    config: OnlineConfig,
-    arms: dict[str, dict[str, Any]],
-    prompts: Sequence[Prompt],
-    folder: Path,
-    on_progress: Progress | None,
-    *,
-    run_id: str | None = None,
-) -> BenchResult:
-    window = _open_window(config.metrics_url)
-    requests, measured_s = asyncio.run(_send_all(config, list(arms), prompts, on_progress, window))
-    by_arm = {arm: [r for r in requests if r.arm == arm] for arm in arms}
-    summaries = {arm: summarise_arm(arm, by_arm[arm], measured_s=measured_s[arm]) for arm in arms}
-    baseline = choose_baseline(arms, given=config.baseline)
-    comparisons = {
-        arm: compare_arms(by_arm[arm], by_arm[baseline], same_text=config.temperature == 0)
-        for arm in arms
-        if baseline is not None and arm != baseline
-    }
-    counted, agree = None, None
-    if window is not None:
-        counted = window.end({arm: summary.num_drafts for arm, summary in summaries.items()})
-        agree = _agree(counted, summaries)
-    write_requests(requests, folder / "requests.parquet")
-    engine = {arm: about.get("engine", {}) for arm, about in arms.items()}
-    return BenchResult(
-        config, engine, summaries, comparisons, baseline, requests, counted, agree, folder, run_id
+    if config is None:
+        if resume is None:
+            raise ConfigError("an online bench needs settings, or a folder to resume")
+        config = load_settings(resume, OnlineConfig)
+    arms = find_arms(config.base_url, wanted=config.arms)
+    check_roles(arms, reference=config.reference, baseline=config.baseline)
+    bench = Bench(
+        config=config,
+        mode="online",
+        arms={arm: _described(about) for arm, about in arms.items()},
+        prompts=read_workload(config.prompts, folder=config.prompts_folder),
+        conditions=config.conditions,
+        connect=lambda folder: _connected(config),
+        tags={"carryover.url": config.base_url},
+    )
+    return run_bench(
+        bench, tracker=tracker, on_progress=on_progress, on_partial=on_partial, resume=resume
     )
 
 
-async def _send_all(
-    config: OnlineConfig,
-    arms: list[str],
-    prompts: Sequence[Prompt],
-    on_progress: Progress | None,
-    window: counters.Window | None,
-) -> tuple[list[Request], dict[str, float]]:
-    """Warm every arm up, then measure block by block."""
-    sampling = Sampling(config.max_tokens, config.temperature, config.ignore_eos)
-    size = config.block_size or max(8, 4 * config.concurrency)
-    blocks = make_blocks(prompts, arms, block_size=size, seed=config.seed)
-    total, done = len(prompts) * len(arms), 0
-    measured_s = dict.fromkeys(arms, 0.0)
-    requests: list[Request] = []
+def _described(about: dict[str, Any]) -> dict[str, Any]:
+    return {**about, "dtype": (about.get("engine") or {}).get("dtype")} if about else {}
 
-    def advance(arm: str) -> None:
-        nonlocal done
-        done += 1
-        if on_progress is not None:
-            on_progress(done, total, arm)
 
-    async with open_session(timeout_s=config.request_timeout_s) as session:
-        warmed = {arm: await _warm_up(session, config, arm) for arm in arms}
-        if window is not None:
-            await asyncio.to_thread(window.begin, warmed)
-        for block in blocks:
-            for arm in block.arms:
-                found, wall_s = await _send_block(
-                    session, config, block, arm, sampling, partial(advance, arm)
+@contextmanager
+def _connected(config: OnlineConfig) -> Iterator[OnlineBackend]:
+    with asyncio.Runner() as runner:
+        session = runner.run(_open_session(config))
+        try:
+            yield OnlineBackend(config, runner, session)
+        finally:
+            runner.run(session.close())
+
+
+async def _open_session(config: OnlineConfig) -> aiohttp.ClientSession:
+    return open_session(timeout_s=config.request_timeout_s)
+
+
+class OnlineBackend:
+    """An endpoint, seen by `bench.measure`."""
+
+    def __init__(
+        self, config: OnlineConfig, runner: asyncio.Runner, session: aiohttp.ClientSession
+    ) -> None:
+        self._config, self._runner, self._session = config, runner, session
+        self._window = _open_window(config)
+        self._warmed: set[str] = set()
+        self._before: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        self._began = False
+        self._sent = 0
+
+    def prepare(self, arms: Sequence[str], conditions: Sequence[Condition]) -> None:
+        """As `Backend`; raises ServingError if an arm answers none of the requests."""
+        for arm in arms:
+            if arm not in self._warmed:
+                self._warm_up(arm, conditions)
+                self._warmed.add(arm)
+
+    def _warm_up(self, arm: str, conditions: Sequence[Condition]) -> None:
+        config = self._config
+        clients = max(condition.concurrency or 1 for condition in conditions)
+        count = clients if config.num_warmup is None else config.num_warmup
+        responses: list[Response] = []
+
+        async def send(number: int, temperature: float) -> None:
+            text = f"{WARMUP_TEXTS[number % len(WARMUP_TEXTS)]} ({number})"
+            sampling = Sampling(
+                min(WARMUP_TOKENS, config.max_tokens), temperature, thinking=config.thinking
+            )
+            message = [{"role": "user", "content": text}]
+            responses.append(
+                await ask(
+                    self._session, config.base_url, model=arm, messages=message, sampling=sampling
                 )
-                requests += found
-                measured_s[arm] += wall_s
-    return requests, measured_s
+            )
 
+        # sampling runs other code than greedy decoding
+        for temperature in dict.fromkeys(condition.temperature for condition in conditions):
+            tasks = [partial(send, number, temperature) for number in range(count)]
+            self._runner.run(closed_loop(tasks, concurrency=clients))
+        if responses and all(response.error for response in responses):
+            raise ServingError(f"arm {arm!r} answers no request: {responses[0].error}")
+        self._add_uncounted(arm, responses)
 
-async def _send_block(
-    session: aiohttp.ClientSession,
-    config: OnlineConfig,
-    block: Block,
-    arm: str,
-    sampling: Sampling,
-    advance: Callable[[], None],
-) -> tuple[list[Request], float]:
-    responses: dict[int, Response] = {}
+    def order(self, plan: Sequence[Unit]) -> list[Unit]:
+        """As `Backend`."""
+        return list(plan)
 
-    async def send(prompt: Prompt) -> None:
-        responses[prompt.id] = await ask(
-            session, config.base_url, model=arm, messages=prompt.messages(), sampling=sampling
-        )
-        advance()
+    def notes(self) -> list[str]:
+        """As `Backend`."""
+        return []
 
-    wall_s = await closed_loop(
-        [partial(send, prompt) for prompt in block.prompts], concurrency=config.concurrency
-    )
-    whole = [prompt.id for prompt in block.prompts if responses[prompt.id].error is None]
-    shares = share_of_wall([responses[number].latency_s for number in whole], wall_s)
-    walls = dict(zip(whole, shares, strict=True))
-    found = [
-        Request(
-            arm=arm, prompt_id=prompt.id, category=prompt.category, source=prompt.source,
-            block=block.number, wall_s=walls.get(prompt.id, nan), response=responses[prompt.id],
-        )
-        for prompt in block.prompts
-    ]  # fmt: skip
-    return found, wall_s
-
-
-async def _warm_up(session: aiohttp.ClientSession, config: OnlineConfig, arm: str) -> int:
-    """Let an arm answer a few requests that are not measured; returns the rounds they took.
-
-    Raises:
-        ServingError: none of them is answered.
-    """
-    count = config.concurrency if config.num_warmup is None else config.num_warmup
-    responses: list[Response] = []
-
-    async def send(text: str) -> None:
-        message = [{"role": "user", "content": text}]
-        sampling = Sampling(min(WARMUP_TOKENS, config.max_tokens), config.temperature)
-        responses.append(
-            await ask(session, config.base_url, model=arm, messages=message, sampling=sampling)
+    def send(self, unit: Unit, advance: Callable[[], None]) -> Answers:
+        """As `Backend`."""
+        counted = unit.block >= 0
+        if counted and not self._began:
+            self._begin_window()
+        self._sent += counted
+        responses: dict[int, Response] = {}
+        config, condition = self._config, unit.condition
+        sampling = Sampling(
+            config.max_tokens, condition.temperature, config.ignore_eos, config.thinking
         )
 
-    texts = [f"{WARMUP_TEXTS[n % len(WARMUP_TEXTS)]} ({n})" for n in range(count)]
-    await closed_loop([partial(send, text) for text in texts], concurrency=config.concurrency)
-    if responses and all(response.error for response in responses):
-        raise ServingError(f"arm {arm!r} answers no request: {responses[0].error}")
-    return sum(response.num_drafts for response in responses)
+        async def send(index: int, prompt: Prompt) -> None:
+            responses[index] = await ask(
+                self._session, config.base_url, model=unit.arm, messages=prompt.messages(),
+                sampling=sampling, cache_salt=uuid.uuid4().hex if config.cold_prefixes else None,
+            )  # fmt: skip
+            advance()
+
+        tasks = [partial(send, index, prompt) for index, prompt in enumerate(unit.prompts)]
+        if condition.rate is None:
+            loop = closed_loop(tasks, concurrency=condition.concurrency)
+        else:
+            arrivals_s = poisson_arrivals(
+                len(tasks), rate=condition.rate, seed=config.seed + unit.block
+            )
+            loop = open_loop(tasks, arrivals_s=arrivals_s)
+        wall_s = self._runner.run(loop)
+        ordered = [responses[index] for index in range(len(tasks))]
+        if counted:
+            told = sum(response.num_drafts for response in ordered)
+            self._told[unit.arm] = self._told.get(unit.arm, 0) + told
+        else:
+            self._add_uncounted(unit.arm, ordered)
+        return Answers(ordered, wall_s)
+
+    def problem(self, arm: str) -> str | None:
+        """As `Backend`."""
+        message = [{"role": "user", "content": "ping"}]
+        response = self._runner.run(
+            ask(
+                self._session, self._config.base_url, model=arm, messages=message,
+                sampling=Sampling(1, 0.0),
+            )
+        )  # fmt: skip
+        return response.error
+
+    def end_window(self, units: Sequence[str], ledger: Ledger) -> None:
+        """As `Backend`; counts are of no use if a unit was begun that is not in the ledger."""
+        if self._window is None or not units or len(units) != self._sent:
+            return
+        try:
+            counted = self._window.end(self._told)
+        except httpx.HTTPError as error:
+            logger.warning("vLLM's counters could not be read at the end: %s", error)
+            return
+        if any(self._told.values()) and not any(counted.values()):
+            logger.warning("the metrics page holds no counters of speculation; going on without")
+            return
+        ledger.end_session({"units": list(units), "counted": counted})
+
+    def choices(self, arm: str, prompt: Prompt, condition: Condition) -> list[Choice] | None:
+        """As `Backend`."""
+        config = self._config
+        sampling = Sampling(
+            config.max_tokens, condition.temperature, config.ignore_eos, config.thinking
+        )
+        return self._runner.run(
+            ask_choices(
+                self._session, config.base_url, model=arm, messages=prompt.messages(),
+                sampling=sampling,
+            )
+        )  # fmt: skip
+
+    def _add_uncounted(self, arm: str, responses: Sequence[Response]) -> None:
+        """Rounds that belong to no unit; after the window began it must not expect them."""
+        rounds = sum(response.num_drafts for response in responses)
+        self._before[arm] = self._before.get(arm, 0) + rounds
+
+    def _begin_window(self) -> None:
+        """Start counting, after every arm has been warmed up."""
+        self._began = True
+        if self._window is not None:
+            self._window.begin(self._before)
 
 
-def _open_window(url: str | None) -> counters.Window | None:
-    if url is None:
-        return None
+def _open_window(config: OnlineConfig) -> counters.Window | None:
+    url = config.metrics_url or f"{config.base_url}/metrics"
     try:
         return counters.Window(url)
     except httpx.HTTPError as error:
-        logger.warning("vLLM's counters at %s cannot be read (%s); going on without", url, error)
+        if config.metrics_url is not None:
+            logger.warning("vLLM's counters at %s cannot be read: %s; going on without", url, error)
         return None
-
-
-def _agree(counted: counters.Counters, summaries: Mapping[str, ArmSummary]) -> bool:
-    """Whether the engines counted the rounds and acceptances that the responses told of."""
-    return all(
-        counted.get(arm, {}).get("num_drafts", 0) == summary.num_drafts
-        and counted.get(arm, {}).get("num_accepted_tokens", 0) == summary.num_accepted_tokens
-        for arm, summary in summaries.items()
-        if not summary.failed
-    )
-
-
-def _record(result: BenchResult, parent: Run) -> None:
-    """Write the result into the parent run, and a child run per arm."""
-    if result.counters_agree is not None:
-        parent.set_tags({"carryover.counters_agree": result.counters_agree})
-        parent.log_dict(result.counters, "counters.json")
-    parent.log_file(result.folder / "requests.parquet")
-    for arm, summary in result.summaries.items():
-        with parent.child(arm, tags={"carryover.arm": arm}) as child:
-            child.log_params(
-                {
-                    "arm": arm,
-                    "concurrency": result.config.concurrency,
-                    "temperature": result.config.temperature,
-                    "max_tokens": result.config.max_tokens,
-                    "engine": result.engine[arm],
-                }
-            )
-            child.log_metrics(summary.metrics())
-            if arm in result.comparisons:
-                child.set_tags({"carryover.baseline": result.baseline})
-                child.log_metrics(result.comparisons[arm].metrics())
-
-
-def _check_failures(result: BenchResult) -> None:
-    for arm, summary in result.summaries.items():
-        share = summary.failed / summary.requests
-        if share > result.config.max_failure_share:
-            errors = [r.response.error for r in result.requests if r.arm == arm and not r.ok]
-            raise ServingError(
-                f"arm {arm!r}: {summary.failed} of {summary.requests} requests failed, more than "
-                f"the {result.config.max_failure_share:.0%} allowed; the first: {errors[0]}\n"
-                f"all are in {result.folder / 'requests.parquet'}"
-            )

@@ -1,30 +1,49 @@
-"""The table of an online bench for the terminal."""
+"""Tables of a bench for the terminal."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.table import Table
 
 from carryover.bench.statistics import Interval
 
 if TYPE_CHECKING:
-    from carryover.bench.online import BenchResult
+    from carryover.bench.result import BenchResult, Cell
+    from carryover.bench.summary import ArmSummary, Comparison
 
 
-def result_table(result: BenchResult) -> Table:
-    """One column per arm; ratios are over the reference arm, brackets are 95% intervals."""
-    config = result.config
+def result_tables(result: BenchResult) -> list[Table]:
+    """For each condition: a table of the arms, and one of the sets if there are several."""
+    tables = []
+    for cell in result.cells:
+        tables.append(result_table(result, cell))
+        if any(summary.by_set for summary in cell.summaries.values()):
+            tables.append(set_table(result, cell))
+    return tables
+
+
+def result_table(result: BenchResult, cell: Cell | None = None) -> Table:
+    """One column per arm; ratios are over the reference arm, brackets are 95% intervals.
+
+    Args:
+        result: of a bench.
+        cell: the condition to show; None: the first.
+    """
+    cell = cell or result.cells[0]
+    condition = cell.condition
     table = Table(
-        title=f"{_count(result)} prompts, concurrency {config.concurrency}, temperature "
-        f"{config.temperature:g}, at most {config.max_tokens} tokens",
-        title_justify="left",
-    )
+        title=_marks(result) + f"{_count(result, cell)} prompts, {condition.load}, temperature "
+        f"{condition.temperature:g}, at most {result.config.max_tokens} tokens",
+        title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
     table.add_column("")
-    columns = [_column(arm, result) for arm in result.summaries]
-    for arm in result.summaries:
+    columns = [_column(arm, result, cell) for arm in cell.summaries]
+    for arm in cell.summaries:
         table.add_column(arm, justify="right")
     for name in columns[0]:
         cells = [column[name] for column in columns]
@@ -33,50 +52,125 @@ def result_table(result: BenchResult) -> Table:
     return table
 
 
-def _column(arm: str, result: BenchResult) -> dict[str, str]:
-    summary, comparison = result.summaries[arm], result.comparisons.get(arm)
-    differing = speedup = ""
+def set_table(result: BenchResult, cell: Cell) -> Table:
+    """One row per set: acceptance length and speed-up of each arm; micro and macro at the end."""
+    table = Table(
+        title=f"by set, {cell.condition.title}", title_justify="left", box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )  # fmt: skip
+    table.add_column("set")
+    table.add_column("prompts", justify="right")
+    speculating = [arm for arm, s in cell.summaries.items() if s.acceptance_length is not None]
+    for arm in speculating:
+        table.add_column(f"{arm}\nacceptance", justify="right")
+    for arm in cell.comparisons:
+        table.add_column(f"{arm}\nspeed-up", justify="right")
+    first = next(iter(cell.summaries.values()))
+    for name, part in first.by_set.items():
+        lengths = [cell.summaries[arm].by_set[name].acceptance_length for arm in speculating]
+        speeds = [c.by_set[name].speedup if name in c.by_set else None
+                  for c in cell.comparisons.values()]  # fmt: skip
+        table.add_row(
+            name, str(part.requests),
+            *(show_interval(length, 2) for length in lengths),
+            *(show_interval(speed, 2, "x") for speed in speeds),
+        )  # fmt: skip
+    table.add_section()
+    total = str(first.requests)
+    table.add_row(
+        "micro average", total,
+        *(show_interval(cell.summaries[arm].acceptance_length, 2) for arm in speculating),
+        *(show_interval(c.speedup, 2, "x") for c in cell.comparisons.values()),
+    )  # fmt: skip
+    table.add_row(
+        "macro average", total,
+        *(show_interval(cell.summaries[arm].acceptance_length_macro, 2) for arm in speculating),
+        *(show_interval(c.speedup_macro, 2, "x") for c in cell.comparisons.values()),
+    )  # fmt: skip
+    return table
+
+
+def _column(arm: str, result: BenchResult, cell: Cell) -> dict[str, str]:
+    summary, comparison = cell.summaries[arm], cell.comparisons.get(arm)
+    differing = ties = same_text = speedup = ""
     if comparison is not None:
-        speedup = _interval(comparison.speedup, 2, "x")
+        speedup = show_interval(comparison.speedup, 2, "x")
         if comparison.differing is not None:
             differing = _share(comparison.differing, comparison.prompts, bad="yellow")
-    elif result.baseline is not None:
+        if comparison.same_text_speedup is not None:
+            same_text = show_interval(comparison.same_text_speedup, 2, "x")
+        if arm in cell.ties:
+            ties = f"{cell.ties[arm].near}/{comparison.differing}"
+    elif result.reference is not None:
         speedup = "1 (reference)"
     return {
-        "acceptance length": _interval(summary.acceptance_length, 2),
-        "output tokens/s": _interval(summary.output_tokens_per_s, 1),
+        "acceptance length": show_interval(summary.acceptance_length, 2),
+        "output tokens/s": show_interval(summary.output_tokens_per_s, 1),
         "speed-up": speedup,
-        "TTFT p50 / p95": _milliseconds(summary.ttft_ms),
-        "TPOT p50 / p95": _milliseconds(summary.tpot_ms),
-        "end to end p50 / p95": _seconds(summary.latency_ms),
+        "speed-up on equal texts": same_text,
+        **_gain(arm, result, cell),
+        "TTFT p50 / p95": show_milliseconds(summary.ttft_ms[:2]),
+        "TPOT p50 / p95": show_milliseconds(summary.tpot_ms[:2]),
+        "end to end p50 / p95": _seconds(summary.latency_ms[:2]),
+        "goodput, requests/s": _goodput(summary),
         "failed": _share(summary.failed, summary.requests, bad="red"),
         "other text than the reference": differing,
+        "of them near-ties": ties,
     }
 
 
+def _gain(arm: str, result: BenchResult, cell: Cell) -> dict[str, str]:
+    gain = cell.gains.get(arm)
+    is_base = gain is None and arm == result.baseline and bool(cell.gains)
+    base = "1 (baseline)" if is_base else ""
+    return {
+        "acceptance gain": _percent(gain.acceptance_ratio) if gain else base,
+        "throughput gain": _percent(gain.speedup) if gain else base,
+    }
+
+
+def _goodput(summary: ArmSummary) -> str:
+    if summary.goodput_per_s is None:
+        return ""
+    return f"{show_interval(summary.goodput_per_s, 2)} {summary.good}/{summary.requests}"
+
+
 def remarks(result: BenchResult) -> list[str]:
-    """What a reader must know beside the table, one sentence each."""
+    """What a reader must know beside the table, one sentence each; the gravest first."""
     said = []
-    for arm, comparison in result.comparisons.items():
-        if comparison.differing:
-            said.append(
-                f"{arm}: {comparison.differing} of {comparison.prompts} texts differ from "
-                f"{comparison.baseline}'s at temperature 0, so its speed-up is on partly "
-                "different text"
-            )
-    if result.counters_agree is False:
-        said.append("vLLM's own counters disagree with the responses; do not trust acceptance here")
-    for arm, summary in result.summaries.items():
-        if summary.cut == summary.requests - summary.failed and not result.config.ignore_eos:
-            said.append(f"{arm}: every response was cut at {result.config.max_tokens} tokens")
+    if result.partial:
+        said.append(f"PARTIAL: {result.partial}; figures are of what was finished")
+    ordered = sorted(result.findings, key=lambda finding: finding.severity != "invalid")
+    for finding in ordered:
+        said.append(("INVALID: " if finding.severity == "invalid" else "") + finding.text)
+    if result.budget is not None:
+        budget = result.budget
+        said.append(
+            f"the budget of {budget['budget_s']:.0f} s takes {budget['prompts']} of "
+            f"{budget['of_prompts']} prompts, as evenly over the sets as they allow"
+        )
+    if result.counters_agree is None:
+        said.append("vLLM's own counters were not read, so acceptance has no second witness")
     return said
 
 
-def _count(result: BenchResult) -> int:
-    return len({request.prompt_id for request in result.requests})
+def settings_line(result: BenchResult) -> str:
+    """The settings that the arms share, checked before measuring."""
+    described = [about for about in result.arms.values() if about]
+    if not described:
+        return "the server tells nothing about its engines, so their settings were not compared"
+    shared = {name: described[0].get(name) for name in ("target", "engine")}
+    return f"shared by {len(described)} arms: {json.dumps(shared, default=str)}"
 
 
-def _interval(interval: Interval | None, digits: int, unit: str = "") -> str:
+def set_counts(result: BenchResult) -> str:
+    """Prompts per set of the workload."""
+    counted = ", ".join(f"{name} {count}" for name, count in result.prompts.items())
+    return f"{result.config.prompts}: {sum(result.prompts.values())} prompts ({counted})"
+
+
+def show_interval(interval: Interval | None, digits: int, unit: str = "") -> str:
+    """A figure with its interval, as markup for a terminal; `-` where there is none."""
     if interval is None or not isfinite(interval.value):
         return "-"
     text = f"{interval.value:,.{digits}f}{unit}"
@@ -85,10 +179,37 @@ def _interval(interval: Interval | None, digits: int, unit: str = "") -> str:
     return text
 
 
-def _milliseconds(values: Sequence[float]) -> str:
+def show_milliseconds(values: Sequence[float]) -> str:
+    """Times beside each other."""
     return (
         " / ".join(f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in values) + " ms"
     )
+
+
+def percent(comparison: Comparison | None, figure: str) -> str:
+    """A gain of a comparison in percent, without markup."""
+    interval = None if comparison is None else getattr(comparison, figure)
+    return _percent(interval).replace("[dim]\\[", "[").replace("[/]", "")
+
+
+def _percent(interval: Interval | None) -> str:
+    if interval is None or not isfinite(interval.value):
+        return "-"
+    text = f"{100 * (interval.value - 1):+.1f}%"
+    if interval.bounded:
+        low, high = (100 * (bound - 1) for bound in (interval.low, interval.high))
+        text += f" [dim]\\[{low:+.1f}, {high:+.1f}][/]"
+    return text
+
+
+def _marks(result: BenchResult) -> str:
+    return ("" if result.valid else "[bold red]INVALID[/] ") + (
+        "[bold yellow]PARTIAL[/] " if result.partial else ""
+    )
+
+
+def _count(result: BenchResult, cell: Cell) -> int:
+    return len({r.prompt_id for r in result.requests if r.condition == cell.condition})
 
 
 def _seconds(values_ms: Sequence[float]) -> str:

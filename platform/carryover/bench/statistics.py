@@ -11,13 +11,16 @@ Definitions, once:
   average over rounds): the tokens that one verification yields.
 - **acceptance rate at position k**: share of rounds that accepted at least k proposals. They never
   rise with k, and their sum is the acceptance length - 1.
-- **interval**: 95%, percentile bootstrap over prompts; of a ratio between arms over prompts that
-  both answered, resampled in pairs.
+- **micro average**: sums over all prompts, then one division. **macro average**: the same per set,
+  then the plain mean of the sets.
+- **interval**: 95%, percentile bootstrap over prompts; of a ratio or difference between arms over
+  prompts that both answered, resampled in pairs; of a macro average within each set.
+- **goodput**: requests per second of those that met every latency objective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
 
@@ -26,6 +29,8 @@ from scipy.stats import bootstrap
 
 LEVEL = 0.95
 RESAMPLES = 2000
+
+Statistic = Callable[..., np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,67 @@ def ratio_between(
     return _interval(_ratio_of_ratios, (*first, *second), seed)
 
 
+def difference_between(
+    first: tuple[Sequence[float], Sequence[float]],
+    second: tuple[Sequence[float], Sequence[float]],
+    *,
+    seed: int = 0,
+) -> Interval:
+    """Difference of two ratios of sums over the same prompts, with a paired interval.
+
+    Args:
+        first: numerators and denominators, one a prompt.
+        second: the same of the arm that is subtracted, in the same order of prompts.
+        seed: of the resampling.
+    """
+    return _interval(_difference_of_ratios, (*first, *second), seed)
+
+
+def macro_average(
+    sets: Sequence[tuple[Sequence[float], ...]], statistic: Statistic, *, seed: int = 0
+) -> Interval:
+    """Mean over sets of a statistic of each set, with an interval over prompts within the sets.
+
+    Args:
+        sets: columns of each set, one value a prompt: what `statistic` takes.
+        statistic: `ratio`, or `ratio_of_ratios`.
+        seed: of the resampling.
+    """
+    if not sets:
+        return Interval(nan)
+    draw = np.random.default_rng(seed)
+    values, resampled, small = [], [], False
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for columns in sets:
+            arrays = [np.asarray(column, dtype=float) for column in columns]
+            count = len(arrays[0])
+            if count == 0:
+                return Interval(nan)
+            values.append(float(statistic(*(array.sum() for array in arrays))))
+            # how often each prompt is drawn: the sums of all resamples are one product
+            weights = draw.multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+            resampled.append(statistic(*(weights @ array for array in arrays)))
+            small = small or count < 2
+    value = float(np.mean(values))
+    if small or not isfinite(value):
+        return Interval(value if isfinite(value) else nan)
+    edge = 50 * (1 - LEVEL)
+    low, high = np.percentile(np.mean(resampled, axis=0), (edge, 100 - edge))
+    return Interval(value, float(low), float(high))
+
+
+def ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Statistic of `macro_average`: one sum over another."""
+    return numerator / denominator
+
+
+def ratio_of_ratios(
+    first: np.ndarray, per: np.ndarray, second: np.ndarray, per_second: np.ndarray
+) -> np.ndarray:
+    """Statistic of `macro_average`: one ratio of sums over another."""
+    return (first / per) / (second / per_second)
+
+
 def mean(values: Sequence[float], *, seed: int = 0) -> Interval:
     """Mean with its interval."""
     return _interval(_mean, (values,), seed)
@@ -160,3 +226,9 @@ def _ratio_of_ratios(
     first: np.ndarray, per: np.ndarray, second: np.ndarray, per_second: np.ndarray, axis: int
 ) -> np.ndarray:
     return _ratio(first, per, axis) / _ratio(second, per_second, axis)
+
+
+def _difference_of_ratios(
+    first: np.ndarray, per: np.ndarray, second: np.ndarray, per_second: np.ndarray, axis: int
+) -> np.ndarray:
+    return _ratio(first, per, axis) - _ratio(second, per_second, axis)

@@ -1,9 +1,9 @@
-"""`platform bench`: measure the arms of a running endpoint."""
+"""`platform bench`: measure the arms of an endpoint, or engines of our own, and compare results."""
 
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +14,42 @@ from carryover.commands.options import (
     DryRunOption,
     SetOption,
     TrackingUriOption,
-    console,
     examples,
-    log_console,
-    progress,
     show_config,
 )
+
+PromptsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prompts", "-p", metavar="NAME",
+        help="JSON lines, Parquet, folder or data set; speculator-benchmarks; paper-844.",
+    ),
+]  # fmt: skip
+NumPromptsOption = Annotated[
+    int | None, typer.Option("--num-prompts", "-n", min=1, help="Prompts; default: all.")
+]
+MaxTokensOption = Annotated[
+    int | None, typer.Option("--max-tokens", min=1, help="Longest response.")
+]
+TemperatureOption = Annotated[
+    list[float] | None,
+    typer.Option("--temperature", min=0.0, help="0 compares texts too. Repeatable."),
+]
+ThinkingOption = Annotated[
+    bool | None,
+    typer.Option("--thinking/--no-thinking", help="Of the chat template; default: its own."),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="TIME", help="Such as 10m: as many prompts as fit, balanced."),
+]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="For the results.")
+]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option("--resume", metavar="FOLDER", help="Go on with a bench that was cut short."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,44 +59,61 @@ def register(app: typer.Typer) -> None:
         epilog=examples(
             "platform bench online --prompts prompts.jsonl",
             "platform bench online --prompts prompts.jsonl --url http://127.0.0.1:8080 "
-            "--concurrency 8 --num-prompts 200 --max-tokens 256",
-            "platform bench online --prompts prompts.jsonl --temperature 1 --arms dflash "
-            "--arms autoregressive",
-            "platform bench online --prompts prompts.jsonl --set block_size=4 --set seed=7",
+            "--concurrency 1 --concurrency 8 --concurrency 32 --max-tokens 256",
+            "platform bench online --prompts prompts.jsonl --temperature 0 --temperature 1 "
+            "--arms dflash --arms autoregressive",
+            "platform bench online --prompts prompts.jsonl --rate 4 --goodput ttft=500 "
+            "--goodput tpot=50 --budget 10m",
+            "platform bench online --resume runs/bench/20260101-120000-000000-online",
         )
     )(online)
+    group.command(
+        epilog=examples(
+            "platform bench offline --prompts prompts.jsonl --arm autoregressive "
+            "--arm baseline=runs/train/embedded/best "
+            "--arm control=runs/train/embedded-control/best "
+            "--arm carryover=runs/train/embedded-carryover/best",
+            "platform bench offline --prompts paper-844 --target Qwen/Qwen3-4B --no-thinking "
+            "--arm autoregressive --arm carryover=runs/mine --temperature 0 --temperature 1",
+            "platform bench offline --resume runs/bench/20260101-120000-000000-offline",
+        )
+    )(offline)
     app.add_typer(group, name="bench", help="Measure speed and acceptance.")
 
 
 def online(
     config: ConfigOption = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option("--prompts", "-p", metavar="FILE", help="JSON lines, Parquet or data set."),
-    ] = None,
+    prompts: PromptsOption = None,
     url: Annotated[str | None, typer.Option("--url", help="The endpoint.")] = None,
     arms: Annotated[
         list[str] | None, typer.Option("--arms", metavar="ARM", help="Arm to measure. Repeatable.")
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option("--concurrency", min=1, help="Requests in flight.")
+        list[int] | None,
+        typer.Option("--concurrency", min=1, help="Requests in flight. Repeatable."),
     ] = None,
-    num_prompts: Annotated[
-        int | None, typer.Option("--num-prompts", "-n", min=1, help="Prompts; default: all.")
+    rate: Annotated[
+        list[float] | None,
+        typer.Option("--rate", help="Requests per second, arriving at random. Repeatable."),
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Longest response.")
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--goodput", metavar="WHAT=MS",
+            help="Objective: ttft=, tpot= or e2e=, in milliseconds. Repeatable.",
+        ),
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0.0, help="0 compares texts too.")
-    ] = None,
+    num_prompts: NumPromptsOption = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    thinking: ThinkingOption = None,
+    budget: BudgetOption = None,
     metrics_url: Annotated[
         str | None,
         typer.Option("--metrics-url", metavar="URL", help="Page with vLLM's counters."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FOLDER", help="For the results.")
-    ] = None,
+    out: OutOption = None,
+    resume: ResumeOption = None,
     overrides: SetOption = None,
     tracking_uri: TrackingUriOption = None,
     dry_run: DryRunOption = False,
@@ -75,49 +122,137 @@ def online(
 
     Arms alternate block by block in random order; warm-up is left out. Shows acceptance length,
     output tokens/s, TTFT, TPOT and end-to-end latency with 95% intervals, writes every request as
-    a row of Parquet, and records all of it in MLflow.
+    a row and a report, and records all of it in MLflow. An API key is taken from
+    CARRYOVER_API_KEY.
+    """  # fmt: skip
+    from carryover.bench.online import OnlineConfig, run
+
+    loads = {"concurrency": concurrency or None, "rate": rate or None}
+    if rate and not concurrency:
+        loads["concurrency"] = []
+    given = {
+        "prompts": prompts, "url": url, "arms": arms or None, **loads,
+        "num_prompts": num_prompts, "max_tokens": max_tokens, "temperature": temperature or None,
+        "thinking": thinking, "budget_s": budget, "metrics_url": metrics_url,
+        "goodput": _objective(goodput), "out": None if out is None else str(out),
+    }  # fmt: skip
+    _run(
+        OnlineConfig, run, given, config=config, overrides=overrides, resume=resume,
+        tracking_uri=tracking_uri, dry_run=dry_run,
+    )  # fmt: skip
+
+
+def offline(
+    config: ConfigOption = None,
+    prompts: PromptsOption = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="'embedded', a folder, or a hub name.")
+    ] = None,
+    arms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arm", metavar="NAME[=FOLDER]",
+            help="An arm and its drafter checkpoint, none for the target alone. Repeatable.",
+        ),
+    ] = None,
+    num_prompts: NumPromptsOption = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
+    thinking: ThinkingOption = None,
+    budget: BudgetOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = None,
+    overrides: SetOption = None,
+    tracking_uri: TrackingUriOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Measure arms in vLLM engines of our own, one request at a time, set by set.
+
+    The engines stand side by side and take turns block by block where memory allows; else one
+    runs at a time, and the result says so. Shows acceptance length and speed-up over the target
+    alone with 95% intervals, writes every request as a row and a report, and records all of it in
+    MLflow.
     """
-    from carryover.bench.online import OnlineConfig
+    from carryover.bench.offline import OfflineConfig, run
+    from carryover.guardian import guard
+    from carryover.runtime import engine_environment
 
     given = {
-        "prompts": prompts, "url": url, "arms": arms or None, "concurrency": concurrency,
-        "num_prompts": num_prompts, "max_tokens": max_tokens, "temperature": temperature,
-        "metrics_url": metrics_url, "out": None if out is None else str(out),
+        "prompts": prompts, "target": target, "arms": _arms(arms), "num_prompts": num_prompts,
+        "max_tokens": max_tokens, "temperature": temperature or None, "thinking": thinking,
+        "budget_s": budget, "out": None if out is None else str(out),
     }  # fmt: skip
+    _run(
+        OfflineConfig, run, given, config=config, overrides=overrides, resume=resume,
+        tracking_uri=tracking_uri, dry_run=dry_run,
+        before=lambda: guard(environment=engine_environment()),
+    )  # fmt: skip
+
+
+def _run(
+    kind: Any,
+    run: Callable[..., Any],
+    given: dict[str, Any],
+    *,
+    config: Path | None,
+    overrides: list[str] | None,
+    resume: Path | None,
+    tracking_uri: str | None,
+    dry_run: bool,
+    before: Callable[[], None] = lambda: None,
+) -> None:
+    """Resolve the settings, measure behind a progress bar, show."""
+    from carryover.bench.ledger import load_settings
+    from carryover.commands.bench_display import run_with_progress, show_result
+    from carryover.errors import ConfigError
+
     flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
-    resolved = OnlineConfig.load(config, overrides=[*flags, *(overrides or ())])
+    if resume is not None and (config is not None or flags or overrides):
+        raise ConfigError(
+            "--resume goes on under the settings that the bench began with; leave out "
+            + ", ".join(["--config"] * (config is not None) + [*flags, *(overrides or ())])
+        )
+    if resume is not None:
+        resolved = load_settings(resume, kind)
+    else:
+        resolved = kind.load(config, overrides=[*flags, *(overrides or ())])
     if dry_run:
         show_config(resolved)
         return
+    before()
 
     from carryover.tracking import Tracker
 
-    show_result(run_with_progress(resolved, tracker=Tracker(tracking_uri)))
+    result = run_with_progress(run, resolved, tracker=Tracker(tracking_uri), resume=resume)
+    show_result(result)
+    if not result.valid:
+        raise typer.Exit(1)
 
 
-def run_with_progress(config: Any, *, tracker: Any) -> Any:
-    """Run an online bench behind a progress bar with requests/s."""
-    from carryover.bench.online import run
-
-    with progress() as bar:
-        task = bar.add_task("warming up", total=None, rate="")
-        started = time.monotonic()
-
-        def advance(done: int, total: int, arm: str) -> None:
-            rate = f"{done / max(time.monotonic() - started, 1e-9):.1f} requests/s"
-            bar.update(task, completed=done, total=total, description=f"bench {arm}", rate=rate)
-
-        return run(config, tracker=tracker, on_progress=advance)
+def _arms(given: list[str] | None) -> list[dict[str, str]] | None:
+    if not given:
+        return None
+    arms = []
+    for text in given:
+        name, _, folder = text.partition("=")
+        arms.append({"name": name, **({"drafter": folder} if folder else {})})
+    return arms
 
 
-def show_result(result: Any) -> None:
-    """Print the table, what must be known beside it, and where the rows are."""
-    from carryover.bench.report import remarks, result_table
+def _objective(given: list[str] | None) -> dict[str, float] | None:
+    from carryover.errors import ConfigError
 
-    console().print(result_table(result))
-    log = log_console()
-    for remark in remarks(result):
-        log.print(f"[yellow]note:[/] {remark}")
-    log.print(f"rows: {result.folder / 'requests.parquet'}", highlight=False, soft_wrap=True)
-    if result.run_id is not None:
-        log.print(f"MLflow run {result.run_id} (see it with `platform ui`)", highlight=False)
+    if not given:
+        return None
+    found = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        try:
+            if name not in ("ttft", "tpot", "e2e"):
+                raise ValueError(name)
+            found[f"{name}_ms"] = float(value)
+        except ValueError:
+            raise ConfigError(
+                f"--goodput takes ttft=MS, tpot=MS or e2e=MS, got {text!r}; for example ttft=500"
+            ) from None
+    return found
