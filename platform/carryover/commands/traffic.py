@@ -232,14 +232,14 @@ def log(
     key_file: KeyFileOption = None,
 ) -> None:
     """Show who changed the split, when, from what to what, and why; the newest last."""
-    from carryover.commands.traffic_display import log_table
+    from carryover.commands.traffic_display import log_text
 
     with _connect(url, key_file) as client:
         answer = client.ask("log", {"last": last})
     if as_json:
         _print_json(answer)
         return
-    console().print(log_table(answer["entries"]))
+    console().print(log_text(answer["entries"]), end="", highlight=False, soft_wrap=True)
     if answer["unreadable"]:
         log_console().print(
             f"[yellow]note:[/] {answer['unreadable']} lines of the log were cut short by a crash"

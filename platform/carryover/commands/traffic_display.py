@@ -28,30 +28,15 @@ def overview_view(answer: Mapping[str, Any]) -> RenderableType:
 
 
 def arm_table(answer: Mapping[str, Any]) -> Table:
-    """One row for each arm."""
+    """One column for each arm."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("arm")
-    for heading in (
-        "weight", "requests", "failed", "acceptance\nlength", "TPOT ms\np50 / p95",
-        "TTFT ms\np50 / p95", "end to end s\np50 / p95", "tokens/s\nper request",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for row in answer["arms"]:
-        name = row["arm"] + (" (control)" if row["arm"] == answer["control"] else "")
-        failed = f"{row['failures']:,}"
-        if row["error_rate"]:
-            failed += f" ({_percent(row['error_rate'])})"
-        table.add_row(
-            Text(name, style="red" if row["arm"] in answer["down"] else ""),
-            _percent(row["weight"]),
-            f"{row['requests']:,}",
-            failed,
-            _number(row["acceptance_length"], ".2f"),
-            _pair(row["tpot_p50_s"], row["tpot_p95_s"], 1000, ".1f"),
-            _pair(row["ttft_p50_s"], row["ttft_p95_s"], 1000, ".0f"),
-            _pair(row["e2e_p50_s"], row["e2e_p95_s"], 1, ".2f"),
-            _number(row["output_tokens_per_s"], ".1f"),
-        )
+    table.add_column("")
+    rows = answer["arms"]
+    for row in rows:
+        style = "red" if row["arm"] in answer["down"] else ""
+        table.add_column(Text(row["arm"], style=style), justify="right")
+    for name, cell in _ROWS.items():
+        table.add_row(name, *(cell(row) for row in rows))
     return table
 
 
@@ -105,21 +90,17 @@ def remarks(answer: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def log_table(entries: Sequence[Mapping[str, Any]]) -> Table:
-    """The audit log, oldest first."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("when", "split", "who", "what", "change", "why"):
-        table.add_column(heading, overflow="fold")
+def log_text(entries: Sequence[Mapping[str, Any]]) -> Text:
+    """The audit log, oldest first: what and who in a line, what changed and why below it."""
+    lines = Text()
     for entry in entries:
-        table.add_row(
-            f"{datetime.fromtimestamp(entry['time_s']):%Y-%m-%d %H:%M:%S}",
-            str(entry["version"]),
-            Text(entry["who"]),
-            entry["action"],
-            Text(difference_text(entry["before"], entry["after"])),
-            Text(entry["why"] or _NOTHING),
-        )
-    return table
+        lines.append(f"{datetime.fromtimestamp(entry['time_s']):%Y-%m-%d %H:%M:%S}  ")
+        lines.append(entry["action"], style="bold")
+        lines.append(f"  by {entry['who']}  (split {entry['version']})\n")
+        lines.append(f"    {difference_text(entry['before'], entry['after'])}\n")
+        if entry["why"]:
+            lines.append(f"    why: {entry['why']}\n", style="italic")
+    return lines
 
 
 def change_line(action: str, answer: Mapping[str, Any]) -> Text:
@@ -155,6 +136,11 @@ def difference_text(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         if before.get(key) != after.get(key):
             parts.append(f"{key} {_value(after.get(key))}")
     return "; ".join(parts) or _NOTHING
+
+
+def _failed(row: Mapping[str, Any]) -> str:
+    share = f" ({_percent(row['error_rate'])})" if row["failures"] else ""
+    return f"{row['failures']:,}{share}"
 
 
 def _headline(answer: Mapping[str, Any]) -> Text:
@@ -205,10 +191,11 @@ def _number(value: float | None, form: str) -> str:
     return _NOTHING if value is None else format(value, form)
 
 
-def _pair(first: float | None, second: float | None, scale: float, form: str) -> str:
+def _pair(row: Mapping[str, Any], name: str, scale: float, form: str, unit: str) -> str:
+    first, second = row[f"{name}_p50_s"], row[f"{name}_p95_s"]
     if first is None or second is None:
         return _NOTHING
-    return f"{first * scale:{form}} / {second * scale:{form}}"
+    return f"{first * scale:{form}} / {second * scale:{form}} {unit}"
 
 
 def _value(value: Any) -> str:
@@ -219,3 +206,17 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
     return str(value)
+
+
+_ROWS = {
+    "weight": lambda row: _percent(row["weight"]),
+    "requests": lambda row: f"{row['requests']:,}",
+    "failed": _failed,
+    "acceptance length": lambda row: _number(row["acceptance_length"], ".2f"),
+    "TPOT p50 / p95": lambda row: _pair(row, "tpot", 1000, ".1f", "ms"),
+    "TTFT p50 / p95": lambda row: _pair(row, "ttft", 1000, ".0f", "ms"),
+    "end to end p50 / p95": lambda row: _pair(row, "e2e", 1, ".2f", "s"),
+    "output tokens/s per request": lambda row: _number(row["output_tokens_per_s"], ".1f"),
+    "not compared": lambda row: f"{row['overrides'] + row['fallbacks_taken']:,}",
+    "shadows": lambda row: f"{row['shadows']:,}",
+}
