@@ -2,7 +2,7 @@
 
 import io
 
-from bench_backends import RuleBackend, run_rule_bench
+from bench_backends import SPEED, RuleBackend, run_rule_bench
 from rich.console import Console
 
 from carryover.bench.records import Condition
@@ -60,3 +60,31 @@ def test_what_the_arms_share_and_what_they_were_asked_is_printed(tmp_path):
     result = run_rule_bench(tmp_path)
     assert '"max_model_len": 256' in settings_line(result) and "3 arms" in settings_line(result)
     assert set_counts(result) == "some.jsonl: 12 prompts (chat 6, code 6)"
+
+
+def test_the_page_holds_figures_tables_and_what_spoils_them(tmp_path):
+    backend = RuleBackend(miscount=1.0, texts={("carryover", 1): "other"})
+    conditions = [Condition("online", t, c) for t in (0.0, 1.0) for c in (1, 4)]
+    result = run_rule_bench(
+        tmp_path, backend, conditions=conditions, goodput={"ttft_ms": 500}, num_prompts=8
+    )
+    page = (result.folder / "report.html").read_text()
+    titles = (
+        "Acceptance length by set, T=1 c=1", "Gain over baseline by set, T=0 c=1",
+        "Acceptance by position, T=0 c=1", "Throughput over concurrency, T=0",
+        "Latency percentiles, T=1 c=1",
+    )  # fmt: skip
+    for title in (*titles, "invalid", "micro average", "macro average", "TTFT &lt;= 500 ms"):
+        assert title in page, title
+    assert "The paper&#39;s numbers are not shown beside these" in page
+    assert page.count("<svg") == len(list(result.folder.glob("*.png"))) == 10
+    assert "http://" not in page.replace("http://www.w3.org", "") and "<script" not in page
+
+
+def test_a_bench_without_sets_or_speculation_has_a_page_too(tmp_path):
+    plain = {"a": {"drafter": None}, "b": {"drafter": None}}
+    SPEED.update(a=1.0, b=2.0)
+    result = run_rule_bench(tmp_path, arms=plain, count=2, num_prompts=1)
+    page = (result.folder / "report.html").read_text()
+    assert "Latency percentiles" in page and "Acceptance by position" not in page
+    assert result.baseline is None and result.reference == "a"

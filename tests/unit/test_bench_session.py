@@ -10,6 +10,12 @@ from carryover.bench.records import Condition
 from carryover.errors import ConfigError, ServingError
 
 
+@pytest.fixture(autouse=True)
+def without_drawing(monkeypatch):
+    """Pages are tested elsewhere, and take most of the time."""
+    monkeypatch.setattr("carryover.bench.html.write_report", lambda result, path: None)
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: nothing of the bench may catch it."""
 

@@ -27,7 +27,13 @@ from carryover.bench.result import BenchResult
 from carryover.bench.session import Bench, run_bench
 from carryover.bench.sets import read_workload
 from carryover.bench.settings import BenchConfig
-from carryover.engine import GIB, EngineConfig, cpu_kv_cache_bytes, free_memory
+from carryover.engine import (
+    GIB,
+    EngineConfig,
+    cpu_kv_cache_bytes,
+    drafter_config,
+    free_memory,
+)
 from carryover.errors import ConfigError
 from carryover.runtime import has_gpu
 from carryover.serving.config import Arm, ServeConfig, check_drafters, check_target
@@ -152,6 +158,7 @@ def _describe(
             "target": config.target,
             "drafter": None if arm.drafter is None else str(arm.drafter),
             "num_speculative_tokens": arm.num_speculative_tokens,
+            "method": _method(arm),
             # sized by what is free just now, and of no influence on one request at a time
             "engine": engine.model_dump(mode="json", exclude={"kv_cache_gib"}),
             "dtype": dtype,
@@ -159,3 +166,10 @@ def _describe(
         for arm in served.arms
     }
     return resolved, arms
+
+
+def _method(arm: Arm) -> str | None:
+    if arm.drafter is None:
+        return None
+    proposals = arm.num_speculative_tokens
+    return drafter_config(arm.drafter, num_speculative_tokens=proposals)["method"]

@@ -7,17 +7,21 @@ from pathlib import Path
 from carryover.bench.records import write_requests
 from carryover.bench.result import BenchResult
 
-ROWS = "requests.parquet"
+ROWS, PAGE = "requests.parquet", "report.html"
 
 
 def write_outputs(result: BenchResult) -> None:
     """Write everything that is made from a result into its folder."""
+    # the rows first: a report that fails must not take them along
     write_requests(result.requests, result.folder / ROWS)
+    from carryover.bench.html import write_report
+
+    write_report(result, result.folder / PAGE)
 
 
 def output_files(result: BenchResult) -> list[Path]:
     """What `write_outputs` wrote."""
-    names = (ROWS, "requests.csv", "report.html")
+    names = (ROWS, "requests.csv", PAGE)
     listed = [result.folder / name for name in names]
     listed += sorted(result.folder.glob("*.png"))
     return [path for path in listed if path.exists()]

@@ -127,8 +127,10 @@ def _read_hub_set(name: str) -> list[Prompt]:
             f"cannot load {name}.jsonl of {HUB_NAME}: {reason}\n"
             "give a folder that holds a copy of it as prompts_folder"
         ) from None
-    rows = enumerate(found, 1)
-    return [_parse(row, f"{HUB_NAME}, {name}, row {number}", name) for number, row in rows]
+    return [
+        replace(_parse(row, f"{HUB_NAME}, {name}, row {number}", name), category=name)
+        for number, row in enumerate(found, 1)
+    ]
 
 
 def _read_set(path: Path, name: str, *, keep_categories: bool = False) -> list[Prompt]:
