@@ -78,6 +78,11 @@ def register(app: typer.Typer) -> None:
             "platform bench offline --resume runs/bench/20260101-120000-000000-offline",
         )
     )(offline)
+    group.command(
+        epilog=examples(
+            "platform bench compare 0123456789abcdef0123456789abcdef runs/bench/20260101-120000",
+        )
+    )(compare)
     app.add_typer(group, name="bench", help="Measure speed and acceptance.")
 
 
@@ -187,6 +192,31 @@ def offline(
         tracking_uri=tracking_uri, dry_run=dry_run,
         before=lambda: guard(environment=engine_environment()),
     )  # fmt: skip
+
+
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="MLflow run ids, or result folders.")
+    ],
+    tracking_uri: TrackingUriOption = None,
+) -> None:
+    """Put benches side by side, from what MLflow recorded of them.
+
+    Says what the runs differ in besides the figures, and which of them are invalid or partial.
+    """
+    from rich.markup import escape
+
+    from carryover.bench.compare import comparison_remarks, comparison_tables, read_runs
+    from carryover.commands.options import console, log_console
+    from carryover.tracking import Tracker
+
+    recorded = read_runs(Tracker(tracking_uri), runs)
+    for number, parent_id in dict.fromkeys((each.run, each.parent_id) for each in recorded):
+        console().print(f"run {number}: {parent_id}", highlight=False)
+    for table in comparison_tables(recorded):
+        console().print(table)
+    for remark in comparison_remarks(recorded):
+        log_console().print(f"[yellow]note:[/] {escape(remark)}", highlight=False)
 
 
 def _run(
