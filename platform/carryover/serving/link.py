@@ -50,8 +50,8 @@ class ControlLink:
         self._controller = controller
         self._replica = replica
         self._telemetry, self._gate, self._health = telemetry, gate, health
-        # The newest split known; from its `effective_at` on it is the one in force.
-        self._version = 0
+        # The newest split known; it may not be in force yet.
+        self._known = 0
         self._sequence = 0
         self._batch: list[list[Any]] | None = None
         self._events: list[tuple[float, str, str, str]] = []
@@ -102,7 +102,8 @@ class ControlLink:
             self._sequence += 1
         events = list(self._events)
         response = self._controller.exchange.remote(
-            self._replica, self._version, self._batch, self._telemetry.dropped,
+            # Confirmed once it is in force, so that whoever changed it sees it at work.
+            self._replica, self.traffic.version, self._batch, self._telemetry.dropped,
             self._sequence, events,
         )  # fmt: skip
         try:
@@ -126,9 +127,9 @@ class ControlLink:
         return True
 
     def _expect(self, traffic: Traffic) -> None:
-        if traffic.version <= self._version:
+        if traffic.version <= self._known:
             return
-        self._version = traffic.version
+        self._known = traffic.version
         wait_s = traffic.effective_at - time.time()
         if wait_s > 0:
             asyncio.get_running_loop().call_later(wait_s, self._take_over, traffic)
