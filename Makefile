@@ -2,7 +2,7 @@
 VENV ?= .venv
 export CARRYOVER_VENV := $(VENV)
 
-.PHONY: help setup doctor demo test lint clean
+.PHONY: help setup doctor demo test bench lint clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ demo: setup ## the whole pipeline on the embedded target, in minutes
 
 test: setup ## all tests; PYTEST_ARGS="-k name" for some
 	@$(VENV)/bin/python -m carryover.guardian $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+bench: setup ## what our own parts cost, in one table of ratios; BENCH_ARGS="--only plugin" for some
+	@$(VENV)/bin/python -P -m carryover.bench.parts $(BENCH_ARGS)
 
 lint: setup ## style checks
 	@$(VENV)/bin/ruff check .
