@@ -275,7 +275,7 @@ def stop(
 ) -> None:
     """End the experiment: everything to the control arm, and the final verdicts to MLflow.
 
-    Its statistics are closed; `platform traffic set --experiment NAME` begins the next one.
+    `platform traffic set --experiment NAME` begins the next one, with empty statistics.
     """
     from carryover.commands.traffic_display import comparison_table
 

@@ -338,7 +338,7 @@ def _change(
 def _check_running(state: State) -> None:
     if state.ended:
         raise ConfigError(
-            f"experiment {state.traffic.experiment!r} has ended and its statistics are closed; "
+            f"experiment {state.traffic.experiment!r} has ended; "
             "begin another with `platform traffic set --experiment NAME ARM=WEIGHT ...`"
         )
 

@@ -424,6 +424,9 @@ def deployment(
         name=TrafficController.__name__,
         num_replicas=1,
         max_ongoing_requests=1000,
+        # How soon a controller that died is replaced.
+        health_check_period_s=2,
+        health_check_timeout_s=30,
         ray_actor_options={"num_cpus": 0.1},
     )
     return deployed.bind(config.model_dump(mode="json"), list(arms), dict(described or {}))
