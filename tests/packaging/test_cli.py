@@ -67,6 +67,8 @@ def test_the_issue_of_commands_is_complete():
     assert names >= {
         "doctor", "demo", "data synthesize", "data regenerate", "data inspect", "train baseline",
         "serve", "bench online", "checkpoint show", "checkpoint verify", "ui",
+        "traffic show", "traffic set", "traffic ramp", "traffic pause", "traffic resume",
+        "traffic rollback", "traffic revoke", "traffic log", "traffic report", "traffic stop",
     }  # fmt: skip
 
 

@@ -26,6 +26,14 @@ PURE = (
     "carryover.bench.ties",
     "carryover.bench.validity",
     "carryover.vllm_plugin.rows",
+    "carryover.serving.assignment",
+    "carryover.serving.observations",
+    "carryover.serving.guard",
+    "carryover.serving.traffic",
+    "carryover.serving.changes",
+    "carryover.serving.configured",
+    "carryover.serving.evaluation",
+    "carryover.serving.views",
 )
 
 
