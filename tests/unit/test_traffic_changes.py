@@ -134,7 +134,7 @@ def test_pause_gives_all_to_the_control_and_resume_brings_everything_back():
     assert resumed.traffic.shadow == before.traffic.shadow
     assert (resumed.ramp.steps, resumed.ramp.position) == (before.ramp.steps, 0)
     # what was seen before the pause does not count for the step
-    assert resumed.ramp.since == NOW + 50
+    assert resumed.ramp.since == NOW + 51
     assert not resumed.traffic.paused and resumed.kept is None
     with pytest.raises(ConfigError, match="not paused"):
         changes.resume(resumed, now=NOW, effective_at=NOW)
@@ -193,3 +193,6 @@ def test_keys_are_revoked_once_and_stay_so():
     assert change.after["revoked"] == ["team-a"]
     with pytest.raises(ConfigError, match="revoked already"):
         changes.revoke(change.state, "team-a", now=NOW)
+    # weights that are to come into force later still come then
+    coming = set_split(state(), {"baseline": 100}).state
+    assert changes.revoke(coming, "b", now=NOW).state.traffic.effective_at == NOW + 1

@@ -35,7 +35,7 @@ class Ramp(Config):
         arm: whose weight grows; the control arm has the rest.
         steps: fractions, increasing.
         position: index of the step in force.
-        since: when it came into force, seconds since the epoch.
+        since: when it comes into force, seconds since the epoch.
         hold_s: the shortest time at a step.
     """
 
@@ -193,7 +193,7 @@ def begin_ramp(
             "lower it, or set their weights to 0 first"
         )
     ramp = Ramp(
-        arm=arm, steps=tuple(step / 100 for step in steps), since=now, hold_s=hold_s
+        arm=arm, steps=tuple(step / 100 for step in steps), since=effective_at, hold_s=hold_s
     )
     return _change(
         state, "ramp", now=now, effective_at=effective_at, ramp=ramp,
@@ -209,7 +209,9 @@ def next_step(
         raise ValueError("no ramp is in progress")
     if state.ramp.is_last:
         return _change(state, "ramp done", now=now, effective_at=effective_at, ramp=None)
-    ramp = state.ramp.model_copy(update={"position": state.ramp.position + 1, "since": now})
+    ramp = state.ramp.model_copy(
+        update={"position": state.ramp.position + 1, "since": effective_at}
+    )
     return _change(
         state, "ramp step", now=now, effective_at=effective_at, ramp=ramp,
         weights=_ramp_weights(state, ramp, arms),
@@ -241,7 +243,7 @@ def resume(state: State, *, now: float, effective_at: float) -> Change:
     _check_running(state)
     if state.kept is None:
         raise ConfigError("the split is not paused, so there is nothing to resume")
-    ramp = None if state.ramp is None else state.ramp.model_copy(update={"since": now})
+    ramp = None if state.ramp is None else state.ramp.model_copy(update={"since": effective_at})
     return _change(
         state, "resume", now=now, effective_at=effective_at, weights=state.kept.weights,
         shadow=state.kept.shadow, paused=False, kept=None, ramp=ramp,
@@ -295,9 +297,12 @@ def revoke(state: State, key_id: str, *, now: float) -> Change:
     """
     if key_id in state.traffic.revoked:
         raise ConfigError(f"key {key_id!r} is revoked already")
+    # Weights that are about to come into force still do so at their instant.
+    effective_at = max(now, state.traffic.effective_at)
     return _change(
-        state, "revoke", now=now, effective_at=now, revoked=(*state.traffic.revoked, key_id)
-    )
+        state, "revoke", now=now, effective_at=effective_at,
+        revoked=(*state.traffic.revoked, key_id),
+    )  # fmt: skip
 
 
 def renumber(state: State, version: int) -> Change:

@@ -117,10 +117,10 @@ def _why_ramp_waits(
 ) -> str:  # fmt: skip
     """Why the ramp stays at its step; empty if it may go on."""
     ramp = state.ramp
-    begin = max(ramp.since, state.traffic.effective_at)
-    if now < begin + ramp.hold_s:
-        return f"held for another {begin + ramp.hold_s - now:.0f} s"
-    missing = lacking(rules, {ramp.arm: statistics[ramp.arm]}, since_s=begin, now_s=now)
+    until = ramp.since + ramp.hold_s
+    if now < until:
+        return f"held for another {until - now:.0f} s"
+    missing = lacking(rules, {ramp.arm: statistics[ramp.arm]}, since_s=ramp.since, now_s=now)
     if missing:
         return "; ".join(missing.values())
     compared = comparisons[ramp.arm]
