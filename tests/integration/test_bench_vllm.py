@@ -145,8 +145,8 @@ def test_a_killed_command_is_resumed_and_ctrl_c_leaves_a_partial_result(url, mod
     resumed.send_signal(signal.SIGINT)
     out, log = resumed.communicate(timeout=120)
     assert resumed.returncode == 130, log
-    assert "PARTIAL" in out and "interrupted" in log and f"--resume {folder}" in log.replace(
-        "\n", ""
+    assert (
+        "PARTIAL" in out and "interrupted" in log and f"--resume {folder}" in log.replace("\n", "")
     )
     assert (folder / "report.html").exists()
 

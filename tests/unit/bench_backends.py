@@ -108,9 +108,7 @@ class RuleBackend:
 
 def make_prompts(count=12, categories=("chat", "code")):
     """Prompts of alternating categories."""
-    return [
-        Prompt(n, "s", categories[n % len(categories)], (f"prompt {n}",)) for n in range(count)
-    ]
+    return [Prompt(n, "s", categories[n % len(categories)], (f"prompt {n}",)) for n in range(count)]
 
 
 def run_rule_bench(folder, backend=None, *, arms=ARMS, conditions=None, count=12, **options):

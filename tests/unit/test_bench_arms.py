@@ -4,7 +4,13 @@ import httpx
 import pytest
 
 from carryover.bench import arms as module
-from carryover.bench.arms import check_roles, choose_baseline, choose_reference, find_arms
+from carryover.bench.arms import (
+    check_roles,
+    choose_baseline,
+    choose_reference,
+    find_arms,
+    notes_on_arms,
+)
 from carryover.errors import ConfigError, ServingError
 
 ENGINE = {"max_model_len": 256}
@@ -45,6 +51,27 @@ def test_arms_that_differ_in_more_than_the_drafter_are_refused(endpoint):
     endpoint(card("plain", about()), card("fast", about("d", max_model_len=512)))
     with pytest.raises(ConfigError, match="differ in more than the drafter"):
         find_arms("http://x")
+
+
+def test_allowed_differences_are_compared_and_told(endpoint):
+    allowed = {"allowed_differences": ["max_model_len", "extra.enable_prefix_caching"]}
+    fast = {
+        **about("d", max_model_len=512, extra={"enable_prefix_caching": False}), **allowed,
+        "differences": ["extra.enable_prefix_caching", "max_model_len"],
+    }  # fmt: skip
+    endpoint(card("plain", {**about(), **allowed}), card("fast", fast))
+    found = find_arms("http://x")
+    assert "also differs in extra.enable_prefix_caching, max_model_len" in notes_on_arms(found)[0]
+    endpoint(card("plain", {**about(dtype="float32"), **allowed}), card("fast", fast))
+    with pytest.raises(ConfigError, match="differ in more than the drafter"):
+        find_arms("http://x")
+
+
+def test_other_proposal_lengths_are_told():
+    arms = {name: {**about("d"), "num_speculative_tokens": n} for name, n in (("a", 7), ("b", 15))}
+    assert notes_on_arms(arms) == [
+        "the arms propose different numbers of tokens a round: a 7, b 15"
+    ]
 
 
 def test_unknown_arms_and_a_baseline_that_is_not_measured_are_refused(endpoint):

@@ -84,6 +84,18 @@ def test_a_stream_is_timed_by_its_token_chunks_and_counted_by_usage():
     assert "seed" not in sent
 
 
+def test_thinking_is_part_of_the_text():
+    thought = {"choices": [{"delta": {"reasoning_content": "hm "}, "finish_reason": None}]}
+    answer = serve([thought, delta("yes", "stop"), usage()])
+    assert answer.text == "hm yes" and answer.error is None
+
+
+def test_cached_tokens_are_kept_where_the_server_tells_them():
+    told = {**usage(), "usage": {**USAGE, "prompt_tokens_details": {"cached_tokens": 4}}}
+    assert serve([delta("a", "stop"), told]).cached_tokens == 4
+    assert serve([delta("a", "stop"), usage()]).cached_tokens is None
+
+
 def test_an_autoregressive_arm_has_no_rounds():
     answer = serve([delta("a", "stop"), usage({"speculative_decoding": None})])
     assert answer.error is None and answer.num_drafts == 0

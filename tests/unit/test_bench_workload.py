@@ -53,8 +53,10 @@ def test_turns_keep_every_unit_and_start_each_arm_once_a_turn():
 
 def test_arrivals_are_the_same_for_every_arm_and_have_the_rate():
     arrivals = poisson_arrivals(2000, rate=4.0, seed=3)
-    assert arrivals == poisson_arrivals(2000, rate=4.0, seed=3) != poisson_arrivals(
-        2000, rate=4.0, seed=4
+    assert (
+        arrivals
+        == poisson_arrivals(2000, rate=4.0, seed=3)
+        != poisson_arrivals(2000, rate=4.0, seed=4)
     )
     gaps = [later - earlier for earlier, later in pairwise(arrivals)]
     assert arrivals[0] == 0 and min(gaps) >= 0

@@ -78,10 +78,26 @@ def check_roles(arms: Mapping[str, Any], **roles: str | None) -> None:
             )
 
 
+def notes_on_arms(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """In what arms differ besides the drafter's weights, one sentence each."""
+    said = [
+        f"{name} also differs in {', '.join(about['differences'])}, as its application allows; "
+        "what is compared is that too"
+        for name, about in arms.items()
+        if about.get("differences")
+    ]
+    lengths = {name: about.get("num_speculative_tokens") for name, about in arms.items()}
+    proposing = {name: length for name, length in lengths.items() if length is not None}
+    if len(set(proposing.values())) > 1:
+        listed = ", ".join(f"{name} {length}" for name, length in proposing.items())
+        said.append(f"the arms propose different numbers of tokens a round: {listed}")
+    return said
+
+
 def _check_pairs(arms: Mapping[str, dict[str, Any]]) -> None:
-    """Refuse to compare arms whose engines differ in more than the drafter."""
+    """Refuse to compare arms whose engines differ in more than the drafter and what is allowed."""
     settings = {
-        name: {key: about[key] for key in ("target", "engine")}
+        name: {"target": about["target"], "engine": _compared(about)}
         for name, about in arms.items()
         if about
     }
@@ -92,3 +108,12 @@ def _check_pairs(arms: Mapping[str, dict[str, Any]]) -> None:
                 f"arms {first!r} and {name!r} differ in more than the drafter: "
                 f"{json.dumps(settings[first])} against {json.dumps(values)}; serve them alike"
             )
+
+
+def _compared(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine settings without those in which the application lets its arms differ."""
+    engine = {**about["engine"], "extra": dict(about["engine"].get("extra") or {})}
+    for name in about.get("allowed_differences") or ():
+        section, _, key = name.rpartition(".")
+        (engine["extra"] if section == "extra" else engine).pop(key, None)
+    return engine

@@ -115,7 +115,10 @@ class Response:
             if self.ttft_s is None:
                 self.ttft_s = now_s - self.started_s
             self.latency_s = now_s - self.started_s
-            self.text += (choice.get("delta") or {}).get("content") or ""
+            delta = choice.get("delta") or {}
+            # thinking is text too, wherever the server's parser puts it
+            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            self.text += thought + (delta.get("content") or "")
             self.finish = choice.get("finish_reason") or self.finish
         usage = chunk.get("usage")
         if usage:

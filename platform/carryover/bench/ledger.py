@@ -1,11 +1,11 @@
 """The folder of a bench while it runs: what is finished survives a kill.
 
-    folder/
-      bench.yaml       the settings
-      bench.json       what was found at the start: arms, prompts, who records it
-      units.jsonl      one line for each finished unit, synced to disk before the next begins
-      sessions.jsonl   one line for each process that worked on it and came to an end
-      requests.parquet, requests.csv, report.html, ...   written at the end
+folder/
+  bench.yaml       the settings
+  bench.json       what was found at the start: arms, prompts, who records it
+  units.jsonl      one line for each finished unit, synced to disk before the next begins
+  sessions.jsonl   one line for each process that worked on it and came to an end
+  requests.parquet, requests.csv, report.html, ...   written at the end
 """
 
 from __future__ import annotations

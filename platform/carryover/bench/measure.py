@@ -102,7 +102,7 @@ def measure(
                 on_progress(done, total, arm)
 
         answers = backend.send(unit, advance)
-        if all(response.error is not None for response in answers.responses):
+        if _looks_dead(answers.responses):
             problem = backend.problem(unit.arm)
             if problem is not None:
                 raise ServingError(
@@ -114,6 +114,13 @@ def measure(
             unit, make_requests(unit, answers), wall_s=answers.wall_s, counted=answers.counted
         )
     return None
+
+
+def _looks_dead(responses: Sequence[Response]) -> bool:
+    """Whether an arm may have died: nothing was answered, or a connection broke."""
+    failed = [response for response in responses if response.error is not None]
+    broken = any(response.status is None or response.ttft_s is not None for response in failed)
+    return broken or len(failed) == len(responses)
 
 
 def make_requests(unit: Unit, answers: Answers) -> list[Request]:

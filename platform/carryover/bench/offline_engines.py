@@ -227,9 +227,7 @@ class OfflineBackend:
             sampling = {**self._sampling(condition), "max_tokens": tokens}
             responses, _ = engine.send(conversations, sampling, lambda: None)
             if responses and all(response.error for response in responses):
-                raise ServingError(
-                    f"arm {engine.arm!r} answers no request: {responses[0].error}"
-                )
+                raise ServingError(f"arm {engine.arm!r} answers no request: {responses[0].error}")
 
     def _sampling(self, condition: Condition) -> dict[str, Any]:
         config = self._config

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from carryover.bench import validity
-from carryover.bench.arms import choose_baseline, choose_reference
+from carryover.bench.arms import choose_baseline, choose_reference, notes_on_arms
 from carryover.bench.ledger import Ledger
 from carryover.bench.records import Condition, Request
 from carryover.bench.settings import BenchConfig
@@ -135,7 +135,7 @@ def compile_result(
     walls, requests = whole_blocks(ledger, arms)
     reference = choose_reference(arms, given=config.reference)
     baseline = choose_baseline(arms, given=config.baseline)
-    findings: list[Finding] = []
+    findings = [Finding("note", text) for text in notes_on_arms(arms)]
     cells = []
     for condition in conditions:
         by_arm = {
@@ -145,7 +145,9 @@ def compile_result(
             continue
         summaries = {
             arm: summarise_arm(
-                arm, by_arm[arm], measured_s=walls[condition.title, arm],
+                arm,
+                by_arm[arm],
+                measured_s=walls[condition.title, arm],
                 objective=config.goodput,
             )
             for arm in arms

@@ -204,7 +204,6 @@ def notes_on(
     return [f"{condition.title}: {text}" for text in said]
 
 
-
 def undrafted_share(requests: Sequence[Request]) -> float:
     """Share of output tokens that no round accounts for: of steps in which nothing was proposed.
 

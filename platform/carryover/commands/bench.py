@@ -104,7 +104,8 @@ def online(
     goodput: Annotated[
         list[str] | None,
         typer.Option(
-            "--goodput", metavar="WHAT=MS",
+            "--goodput",
+            metavar="WHAT=MS",
             help="Objective: ttft=, tpot= or e2e=, in milliseconds. Repeatable.",
         ),
     ] = None,
@@ -156,7 +157,8 @@ def offline(
     arms: Annotated[
         list[str] | None,
         typer.Option(
-            "--arm", metavar="NAME[=FOLDER]",
+            "--arm",
+            metavar="NAME[=FOLDER]",
             help="An arm and its drafter checkpoint, none for the target alone. Repeatable.",
         ),
     ] = None,
