@@ -33,7 +33,7 @@ actions = st.one_of(
 
 
 def apply(state, action, now):
-    times = {"now": now, "effective_at": now + 1}
+    times = {"effective_at": now + 1}
     match action:
         case ("set", weights):
             return changes.set_split(state, weights, shadow=KEEP, arms=ARMS, **times)
@@ -52,7 +52,7 @@ def apply(state, action, now):
         case ("stop",):
             return changes.stop(state, arms=ARMS, **times)
         case ("begin", name, weights):
-            return changes.begin_experiment(state, name, weights, arms=ARMS, **times)
+            return changes.begin_experiment(state, name, weights, arms=ARMS, now=now, **times)
         case ("revoke", key):
             return changes.revoke(state, key, now=now)
 

@@ -21,18 +21,18 @@ def state(weights=(0.9, 0.1, 0.0), **settings):
 
 def set_split(before, weights, shadow=KEEP):
     return changes.set_split(
-        before, weights, shadow=shadow, arms=ARMS, now=NOW, effective_at=NOW + 1
+        before, weights, shadow=shadow, arms=ARMS, effective_at=NOW + 1
     )
 
 
 def ramp(before, steps, arm="carryover", hold_s=0.0):
     return changes.begin_ramp(
-        before, steps, arm=arm, hold_s=hold_s, arms=ARMS, now=NOW, effective_at=NOW + 1
+        before, steps, arm=arm, hold_s=hold_s, arms=ARMS, effective_at=NOW + 1
     )
 
 
 def pause(before):
-    return changes.pause(before, arms=ARMS, now=NOW, effective_at=NOW + 1)
+    return changes.pause(before, arms=ARMS, effective_at=NOW + 1)
 
 
 def weights(found):
@@ -68,19 +68,19 @@ def test_a_ramp_goes_through_its_steps_and_ends():
     found, seen = ramp(state((1.0, 0.0, 0.0)), [1, 5, 25, 50]).state, []
     while found.ramp is not None:
         seen.append(weights(found))
-        change = changes.next_step(found, arms=ARMS, now=NOW, effective_at=NOW)
+        change = changes.next_step(found, arms=ARMS, effective_at=NOW)
         assert change.action == ("ramp done" if found.ramp.is_last else "ramp step")
         found = change.state
     assert seen == [(0.99, 0.01, 0), (0.95, 0.05, 0), (0.75, 0.25, 0), (0.5, 0.5, 0)]
     assert weights(found) == seen[-1]
     with pytest.raises(ValueError, match="no ramp"):
-        changes.next_step(found, arms=ARMS, now=NOW, effective_at=NOW)
+        changes.next_step(found, arms=ARMS, effective_at=NOW)
 
 
 def test_a_ramp_leaves_other_arms_their_weight():
     found = ramp(state((0.7, 0.0, 0.3)), [10, 70]).state
     assert weights(found) == (0.6, 0.1, 0.3)
-    assert weights(changes.next_step(found, arms=ARMS, now=NOW, effective_at=NOW).state) == (
+    assert weights(changes.next_step(found, arms=ARMS, effective_at=NOW).state) == (
         0.0, 0.7, 0.3,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"71% exceeds the 70% that control leave"):
@@ -129,7 +129,7 @@ def test_pause_gives_all_to_the_control_and_resume_brings_everything_back():
         ramp(paused, [1])
     with pytest.raises(ConfigError, match="resume it before"):
         set_split(paused, None, None)
-    resumed = changes.resume(paused, now=NOW + 50, effective_at=NOW + 51).state
+    resumed = changes.resume(paused, effective_at=NOW + 51).state
     assert weights(resumed) == weights(before)
     assert resumed.traffic.shadow == before.traffic.shadow
     assert (resumed.ramp.steps, resumed.ramp.position) == (before.ramp.steps, 0)
@@ -137,7 +137,7 @@ def test_pause_gives_all_to_the_control_and_resume_brings_everything_back():
     assert resumed.ramp.since == NOW + 51
     assert not resumed.traffic.paused and resumed.kept is None
     with pytest.raises(ConfigError, match="not paused"):
-        changes.resume(resumed, now=NOW, effective_at=NOW)
+        changes.resume(resumed, effective_at=NOW)
 
 
 def test_set_during_a_pause_ends_it_and_keeps_the_shadow_that_was_put_aside():
@@ -158,13 +158,13 @@ def test_rolling_back_works_at_once_whatever_goes_on(prepare):
 
 
 def test_an_ended_experiment_takes_nothing_but_another_experiment():
-    ended = changes.stop(state(), arms=ARMS, now=NOW, effective_at=NOW).state
+    ended = changes.stop(state(), arms=ARMS, effective_at=NOW).state
     assert ended.ended and weights(ended) == (1, 0, 0)
     for attempt in (
         lambda: set_split(ended, {"baseline": 100}),
         lambda: ramp(ended, [1]),
         lambda: pause(ended),
-        lambda: changes.stop(ended, arms=ARMS, now=NOW, effective_at=NOW),
+        lambda: changes.stop(ended, arms=ARMS, effective_at=NOW),
     ):
         with pytest.raises(ConfigError, match="'may' has ended"):
             attempt()
@@ -181,7 +181,7 @@ def test_evidence_begins_anew_only_when_an_arm_comes_into_traffic():
     entered = set_split(before, {"baseline": 90, "carryover": 10}).state
     assert (entered.since, entered.evidence_since) == (NOW + 1, NOW + 1)
     later = changes.set_split(
-        entered, {"baseline": 50, "carryover": 50}, shadow=KEEP, arms=ARMS, now=NOW + 100,
+        entered, {"baseline": 50, "carryover": 50}, shadow=KEEP, arms=ARMS,
         effective_at=NOW + 101,
     ).state  # fmt: skip
     assert (later.since, later.evidence_since) == (NOW + 101, NOW + 1)

@@ -80,7 +80,7 @@ class Set(Changing):
         if self.experiment is None or (self.experiment == running and not state.ended):
             shadow = None if self.no_shadow else self.shadow or KEEP
             return set_split(
-                state, self.weights, shadow=shadow, arms=arms, now=now, effective_at=at
+                state, self.weights, shadow=shadow, arms=arms, effective_at=at
             )
         if not state.ended:
             raise ConfigError(
@@ -112,7 +112,7 @@ class Ramp(Changing):
                 f"application has {arms[0]!r} alone"
             )
         return begin_ramp(
-            state, self.steps, arm=arm, hold_s=self.hold_s, arms=arms, now=now, effective_at=at
+            state, self.steps, arm=arm, hold_s=self.hold_s, arms=arms, effective_at=at
         )
 
 
@@ -121,7 +121,7 @@ class Pause(Changing):
 
     def change(self, state: State, *, arms: Sequence[str], now: float, at: float) -> Change:
         """Put the split aside."""
-        return pause(state, arms=arms, now=now, effective_at=at)
+        return pause(state, arms=arms, effective_at=at)
 
 
 class Resume(Changing):
@@ -129,7 +129,7 @@ class Resume(Changing):
 
     def change(self, state: State, *, arms: Sequence[str], now: float, at: float) -> Change:
         """Bring the split back."""
-        return resume(state, now=now, effective_at=at)
+        return resume(state, effective_at=at)
 
 
 class Rollback(Changing):
@@ -145,7 +145,7 @@ class Stop(Changing):
 
     def change(self, state: State, *, arms: Sequence[str], now: float, at: float) -> Change:
         """End it."""
-        return stop(state, arms=arms, now=now, effective_at=at)
+        return stop(state, arms=arms, effective_at=at)
 
 
 class Revoke(Changing):

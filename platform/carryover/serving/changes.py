@@ -124,7 +124,7 @@ def describe(state: State) -> dict[str, Any]:
 
 def set_split(
     state: State, weights: Mapping[str, float] | None, *, shadow: Shadow | Keep | None,
-    arms: Sequence[str], now: float, effective_at: float,
+    arms: Sequence[str], effective_at: float,
 ) -> Change:  # fmt: skip
     """Take these weights, which ends a ramp and a pause, or another shadow, or both.
 
@@ -133,8 +133,7 @@ def set_split(
         weights: percent or fractions; None leaves them.
         shadow: copies for another arm; None copies nothing, `KEEP` leaves it.
         arms: names of all arms, the control first.
-        now: seconds since the epoch.
-        effective_at: when replicas change over.
+        effective_at: when replicas change over, seconds since the epoch.
 
     Raises:
         ConfigError: the weights are wrong, there is no such arm, or the experiment has ended.
@@ -146,17 +145,17 @@ def set_split(
         check_arm(shadow.arm, arms, what="shadow")
     if weights is not None:
         return _change(
-            state, "set", now=now, effective_at=effective_at, shadow=shadow, paused=False,
+            state, "set", effective_at=effective_at, shadow=shadow, paused=False,
             weights=check_weights(weights, arms), ramp=None, kept=None,
         )  # fmt: skip
     if state.traffic.paused:
         raise ConfigError("the split is paused; resume it before changing the shadow")
-    return _change(state, "shadow", now=now, effective_at=effective_at, shadow=shadow)
+    return _change(state, "shadow", effective_at=effective_at, shadow=shadow)
 
 
 def begin_ramp(
     state: State, steps: Sequence[float], *, arm: str, hold_s: float, arms: Sequence[str],
-    now: float, effective_at: float,
+    effective_at: float,
 ) -> Change:  # fmt: skip
     """Give an arm the first step's weight; `next_step` goes on.
 
@@ -166,8 +165,7 @@ def begin_ramp(
         arm: whose weight grows. Other arms but the control keep theirs.
         hold_s: the shortest time at each step.
         arms: names of all arms, the control first.
-        now: seconds since the epoch.
-        effective_at: when replicas change over.
+        effective_at: when replicas change over, seconds since the epoch.
 
     Raises:
         ConfigError: the steps do not increase or exceed what is free, or `arm` is the control.
@@ -196,29 +194,27 @@ def begin_ramp(
         arm=arm, steps=tuple(step / 100 for step in steps), since=effective_at, hold_s=hold_s
     )
     return _change(
-        state, "ramp", now=now, effective_at=effective_at, ramp=ramp,
+        state, "ramp", effective_at=effective_at, ramp=ramp,
         weights=_ramp_weights(state, ramp, arms),
     )  # fmt: skip
 
 
-def next_step(
-    state: State, *, arms: Sequence[str], now: float, effective_at: float
-) -> Change:
+def next_step(state: State, *, arms: Sequence[str], effective_at: float) -> Change:
     """Go to the ramp's next step, or end the ramp after its last one."""
     if state.ramp is None:
         raise ValueError("no ramp is in progress")
     if state.ramp.is_last:
-        return _change(state, "ramp done", now=now, effective_at=effective_at, ramp=None)
+        return _change(state, "ramp done", effective_at=effective_at, ramp=None)
     ramp = state.ramp.model_copy(
         update={"position": state.ramp.position + 1, "since": effective_at}
     )
     return _change(
-        state, "ramp step", now=now, effective_at=effective_at, ramp=ramp,
+        state, "ramp step", effective_at=effective_at, ramp=ramp,
         weights=_ramp_weights(state, ramp, arms),
     )  # fmt: skip
 
 
-def pause(state: State, *, arms: Sequence[str], now: float, effective_at: float) -> Change:
+def pause(state: State, *, arms: Sequence[str], effective_at: float) -> Change:
     """Send everything to the control arm; weights, shadow and ramp are kept for `resume`.
 
     Raises:
@@ -229,12 +225,12 @@ def pause(state: State, *, arms: Sequence[str], now: float, effective_at: float)
         raise ConfigError("the split is already paused; `platform traffic resume` ends the pause")
     kept = Kept(weights=state.traffic.weights, shadow=state.traffic.shadow)
     return _change(
-        state, "pause", now=now, effective_at=effective_at, weights=_all_to(arms[0], arms),
+        state, "pause", effective_at=effective_at, weights=_all_to(arms[0], arms),
         shadow=None, paused=True, kept=kept,
     )  # fmt: skip
 
 
-def resume(state: State, *, now: float, effective_at: float) -> Change:
+def resume(state: State, *, effective_at: float) -> Change:
     """Bring back what `pause` put aside; a ramp's step starts anew.
 
     Raises:
@@ -245,7 +241,7 @@ def resume(state: State, *, now: float, effective_at: float) -> Change:
         raise ConfigError("the split is not paused, so there is nothing to resume")
     ramp = None if state.ramp is None else state.ramp.model_copy(update={"since": effective_at})
     return _change(
-        state, "resume", now=now, effective_at=effective_at, weights=state.kept.weights,
+        state, "resume", effective_at=effective_at, weights=state.kept.weights,
         shadow=state.kept.shadow, paused=False, kept=None, ramp=ramp,
     )  # fmt: skip
 
@@ -253,12 +249,12 @@ def resume(state: State, *, now: float, effective_at: float) -> Change:
 def roll_back(state: State, *, arms: Sequence[str], now: float) -> Change:
     """Send everything to the control arm at once; ends ramp, pause and shadow."""
     return _change(
-        state, "rollback", now=now, effective_at=now, weights=_all_to(arms[0], arms), shadow=None,
+        state, "rollback", effective_at=now, weights=_all_to(arms[0], arms), shadow=None,
         paused=False, ramp=None, kept=None,
     )  # fmt: skip
 
 
-def stop(state: State, *, arms: Sequence[str], now: float, effective_at: float) -> Change:
+def stop(state: State, *, arms: Sequence[str], effective_at: float) -> Change:
     """End the experiment: everything to the control arm, and no further change.
 
     Raises:
@@ -266,7 +262,7 @@ def stop(state: State, *, arms: Sequence[str], now: float, effective_at: float) 
     """
     _check_running(state)
     return _change(
-        state, "stop", now=now, effective_at=effective_at, weights=_all_to(arms[0], arms),
+        state, "stop", effective_at=effective_at, weights=_all_to(arms[0], arms),
         shadow=None, paused=False, ramp=None, kept=None, ended=True,
     )  # fmt: skip
 
@@ -283,7 +279,7 @@ def begin_experiment(
     if shadow is not None:
         check_arm(shadow.arm, arms, what="shadow")
     return _change(
-        state, "begin", now=now, effective_at=effective_at, experiment=experiment,
+        state, "begin", effective_at=effective_at, experiment=experiment,
         salt=salt or experiment, weights=check_weights(weights, arms), shadow=shadow,
         paused=False, ramp=None, kept=None, ended=False, began=now,
     )  # fmt: skip
@@ -300,7 +296,7 @@ def revoke(state: State, key_id: str, *, now: float) -> Change:
     # Weights that are about to come into force still do so at their instant.
     effective_at = max(now, state.traffic.effective_at)
     return _change(
-        state, "revoke", now=now, effective_at=effective_at,
+        state, "revoke", effective_at=effective_at,
         revoked=(*state.traffic.revoked, key_id),
     )  # fmt: skip
 
@@ -321,7 +317,7 @@ _TRAFFIC_FIELDS = frozenset(Traffic.model_fields)
 
 
 def _change(
-    state: State, action: str, *, now: float, effective_at: float, **updates: Any
+    state: State, action: str, *, effective_at: float, **updates: Any
 ) -> Change:
     """The next version with some fields replaced, in whichever of the two records has them."""
     ours = {name: value for name, value in updates.items() if name not in _TRAFFIC_FIELDS}

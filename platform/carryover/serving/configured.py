@@ -91,9 +91,8 @@ def adopt(
         )  # fmt: skip
     if old.get("weights") != new["weights"] or old.get("shadow") != new["shadow"]:
         return set_split(
-            state, config.weights, shadow=config.shadow, arms=arms, now=now,
-            effective_at=effective_at,
-        )  # fmt: skip
+            state, config.weights, shadow=config.shadow, arms=arms, effective_at=effective_at
+        )
     if old.get("guard") != new["guard"]:
         return Change(state, "guard", {"guard": old.get("guard")}, {"guard": new["guard"]})
     return None

@@ -302,7 +302,7 @@ class TrafficController:
                 await self._apply(change, who="guard", why=found.why)
             elif found.decision == "step":
                 at = now + self._timing.lead_s
-                change = next_step(state, arms=self._arms, now=now, effective_at=at)
+                change = next_step(state, arms=self._arms, effective_at=at)
                 await self._apply(change, who="ramp", why=found.why)
 
     async def save(self) -> None:
