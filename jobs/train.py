@@ -63,6 +63,7 @@ def train(
     start_from: str | Path | None = None,
     restart: bool = False,
     tracking_uri: str | None = None,
+    tracker: Tracker | None = None,
     view: View | None = None,
 ) -> Outcome:
     """Run a training job to its end; continue it if its folder holds a part of it.
@@ -73,6 +74,7 @@ def train(
         start_from: the checkpoint that carryover training and its control begin at.
         restart: delete the run of this name first.
         tracking_uri: see `carryover.tracking.store_uri`.
+        tracker: records the run, in place of the store at `tracking_uri`.
         view: shows what happens; default: on stderr.
 
     Raises:
@@ -90,7 +92,7 @@ def train(
     if start_from is not None:
         start_from = Path(start_from).resolve()
         config = continue_from(start_from, config)
-    tracker = Tracker(tracking_uri)
+    tracker = tracker or Tracker(tracking_uri)
     tracker.open(config.experiment)
     assignment = _assign(config, kind)
     data = load_data(assignment)

@@ -1,246 +1,226 @@
-"""Sweep decoding settings with Ray Tune: a trial starts one engine and measures it at every load.
+"""Sweep decoding settings: a trial starts one engine and measures it at every load.
 
 Measuring is `carryover.bench`'s own code, against the endpoint that `carryover.serving` starts, so
-figures are those of `platform bench online`. Trials run one at a time: two engines on the same
-cores would measure each other. The driver writes every measurement to `measurements.jsonl` as it
-comes, and MLflow's records: a parent for the sweep, a child for each measurement, a failed child
-for each engine that did not start. Running the same sweep again measures what is missing.
+figures are those of `platform bench online`. Running a sweep again measures what is missing.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from ray import tune
+from carryover.errors import ServingError
+from carryover.tracking import Tracker
+from sweeps.conductor import Listener, Task
+from sweeps.halving import rate_under_limit, why_stop
+from sweeps.ledger import Ledger, TrialEnd, write_whole
+from sweeps.listeners import Listeners
+from sweeps.loading import CONFIG_FILE
+from sweeps.measuring import measure_function
+from sweeps.records import Records, recorded
+from sweeps.search import Listed, OptunaSearch, Search, Wait, sample, score_of
+from sweeps.settings import (
+    THROUGHPUT,
+    TPOT,
+    Load,
+    Measurement,
+    Setting,
+    SweepConfig,
+    settings_of,
+)
+from sweeps.tuning import RunFigures, connected, run_tasks, smallest_node_cpus
 
-from carryover.errors import ConfigError, ServingError, UserError
-from carryover.tracking import Run, Tracker
-from sweeps.settings import Measurement, Setting, SweepConfig, choose, settings_of, unfinished
-
-EXPERIMENT = "sweeps"
-
-# what happens in a sweep: measurements in hand, measurements in all, what came, why it failed
-Progress = Callable[[int, int, Measurement | Setting, str | None], None]
-
-logger = logging.getLogger(__name__)
+ACCEPTANCE = "acceptance_length"
+# of each measurement, in memory
+KEPT = (THROUGHPUT, f"{THROUGHPUT}.low", f"{THROUGHPUT}.high", TPOT, ACCEPTANCE)
+CPUS_BESIDE_GPU = 4.0
 
 
-def measure(trial: dict[str, Any]) -> None:
-    """The trial: serve one setting, bench it at every load, report after each.
+def open_ledger(config: SweepConfig) -> Ledger:
+    """What the sweep's folder holds.
 
-    Args:
-        trial: `config` (values of a SweepConfig with absolute paths) and `setting`.
+    Raises:
+        ConfigError: it holds another sweep.
     """
-    config, setting = SweepConfig.parse(trial["config"]), Setting(**trial["setting"])
-    try:
-        for measurement in _measurements(config, setting):
-            tune.report({"measurement": asdict(measurement)})
-    except Exception as error:
-        known = isinstance(error, UserError)
-        tune.report({"failure": str(error) if known else traceback.format_exc()})
-        raise
-
-
-def _measurements(config: SweepConfig, setting: Setting) -> Iterator[Measurement]:
-    from carryover.bench import online
-    from carryover.serving.endpoint import running
-
-    application = config.serve.model_copy(update={"arms": [setting.served()]})
-    with running(application) as endpoint:
-        for temperature, concurrency in config.loads():
-            bench = online.OnlineConfig(
-                url=endpoint.url,
-                arms=[setting.name],
-                prompts=config.prompts,
-                num_prompts=config.num_prompts,
-                concurrency=concurrency,
-                max_tokens=config.max_tokens,
-                temperature=temperature,
-                seed=config.seed,
-                out=config.out / "requests" / setting.name,
-            )
-            figures = online.run(bench).summaries[setting.name].metrics()
-            yield Measurement(setting.name, temperature, concurrency, figures)
+    return Ledger(config.out, config.identity(), kept=KEPT, part=("temperature", "concurrency"))
 
 
 def run(
-    config: SweepConfig, *, tracker: Tracker | None = None, on_progress: Progress | None = None
-) -> list[Measurement]:
-    """Measure what a sweep still lacks; returns all its measurements.
+    config: SweepConfig,
+    *,
+    tracker: Tracker | None = None,
+    listeners: Sequence[Listener] = (),
+    budget_s: float | None = None,
+    retry_failed: bool = False,
+) -> RunFigures | None:
+    """Measure what a sweep still lacks; None if that is nothing.
 
     Args:
         config: the sweep.
         tracker: where to record it; None records nothing.
-        on_progress: called with each measurement, and with each setting that failed.
+        listeners: are told of everything that happens.
+        budget_s: after which nothing is started, and what runs is cut.
+        retry_failed: try settings again that failed for good.
 
     Raises:
-        ConfigError: `out` holds another sweep's results.
-        ServingError: no engine of the sweep could be measured.
+        ConfigError: `out` holds another sweep's results, or `measure` cannot be imported.
+        ServingError: no engine of the sweep could be measured, or the cluster cannot hold one.
     """
     config = config.absolute()
-    results = Results(config)
-    missing = unfinished(config, results.measured)
-    if missing:
-        name = config.out.name
-        opened = (
-            nullcontext()
-            if tracker is None
-            else tracker.run(experiment=EXPERIMENT, name=name, tags={"carryover.sweep": name})
-        )
-        with opened as parent:
-            if parent is not None:
-                parent.log_params(config.model_dump(mode="json"))
-            _run_trials(config, missing, Recorder(results, config, parent, on_progress))
-            if parent is not None and results.measured:
-                parent.log_dict([asdict(c) for c in choose(config, results.measured)], "best.json")
-    if not results.measured:
-        raise ServingError(f"no engine of the sweep could be measured; see {results.failures}")
-    return results.measured
-
-
-def _run_trials(config: SweepConfig, settings: list[Setting], recorder: Recorder) -> None:
-    from carryover.serving.cluster import connected, serve_started
-
-    # Tune's own files and its handling of Ctrl-C, which would only mark the sweep as stopped.
-    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
-    one = config.serve.model_copy(update={"arms": config.serve.arms[:1]})
-    # Serve starts here: started by a trial, it would live in the trial's placement group.
-    with (
-        connected(one, os.environ.get("RAY_ADDRESS")) as ours,
-        serve_started(one, ours=ours) as http,
-    ):
-        served = config.model_copy(update={"serve": config.serve.model_copy(update={"http": http})})
-        tuner = tune.Tuner(
-            # an engine reserves its own CPUs and GPUs; the trial itself only waits for it
-            tune.with_resources(measure, {"CPU": 0.1}),
-            param_space={
-                "config": served.model_dump(mode="json"),
-                "setting": tune.grid_search([asdict(setting) for setting in settings]),
-            },
-            tune_config=tune.TuneConfig(max_concurrent_trials=1, reuse_actors=True),
-            run_config=tune.RunConfig(
-                name="tune", storage_path=str(config.out), verbose=0, callbacks=[recorder]
-            ),
-        )
-        tuner.fit()
-
-
-class Results:
-    """What a sweep's folder holds.
-
-    Raises:
-        ConfigError: the folder belongs to another sweep.
-    """
-
-    def __init__(self, config: SweepConfig) -> None:
-        self.file = config.out / "measurements.jsonl"
-        self.failures = config.out / "failures.jsonl"
-        self.measured: list[Measurement] = []
-        kept = config.out / "sweep.yaml"
-        if not kept.exists():
-            config.out.mkdir(parents=True, exist_ok=True)
-            kept.write_text(config.to_yaml())
-        elif kept.read_text() != config.to_yaml():
-            raise ConfigError(
-                f"{config.out} holds the results of a sweep with other settings ({kept}); "
-                "give this one another `out`, or remove that folder"
-            )
-        if self.file.exists():
-            # a line that was cut by a kill is measured again
-            lines = [line for line in self.file.read_text().splitlines(True) if line.endswith("\n")]
-            self.file.write_text("".join(lines))
-            for line in lines:
-                self._keep(Measurement(**json.loads(line)))
-
-    def add(self, measurement: Measurement) -> None:
-        """Keep a measurement, on disk before anything else happens."""
-        _append(self.file, asdict(measurement))
-        self._keep(measurement)
-
-    def _keep(self, measurement: Measurement) -> None:
-        """A load that is measured again, with its engine, replaces what was there."""
-        self.measured = [kept for kept in self.measured if kept.title != measurement.title]
-        self.measured.append(measurement)
-
-    def fail(self, setting: str, reason: str) -> None:
-        """Keep why an engine could not be measured."""
-        _append(self.failures, {"setting": setting, "reason": reason})
-
-
-def _append(file: Path, values: dict[str, Any]) -> None:
-    with file.open("a") as out:
-        out.write(json.dumps(values) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-
-
-class Recorder(tune.Callback):
-    """Keeps what trials report, in the driver: on disk and in MLflow."""
-
-    def __init__(
-        self,
-        results: Results,
-        config: SweepConfig,
-        parent: Run | None,
-        on_progress: Progress | None,
-    ) -> None:
-        self.results, self.parent, self.on_progress = results, parent, on_progress
-        self.total = len(settings_of(config)) * len(config.loads())
-        self.failed: set[str] = set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune pickles callbacks for its own resuming, which is not used."""
-        return {}
-
-    def on_trial_result(self, iteration, trials, trial, result, **info) -> None:
-        """Called by Tune with every report of a trial."""
-        if "failure" in result:
-            self._fail(Setting(**trial.config["setting"]), result["failure"])
-        elif "measurement" in result:
-            self._keep(Measurement(**result["measurement"]), trial.config["setting"])
-
-    def on_trial_error(self, iteration, trials, trial, **info) -> None:
-        """Called by Tune when a trial failed, which it has told unless its process died."""
-        setting = Setting(**trial.config["setting"])
-        if setting.name not in self.failed:
-            self._fail(setting, "the trial's process died; most often memory ran out")
-
-    def _keep(self, measurement: Measurement, setting: Mapping[str, Any]) -> None:
-        self.results.add(measurement)
-        self._tell(measurement)
-        if self.parent is None:
-            return
-        with self.parent.child(measurement.title) as child:
-            load = {
-                "temperature": measurement.temperature,
-                "concurrency": measurement.concurrency,
-            }
-            child.log_params({**setting, **load})
-            child.log_metrics(measurement.figures)
-
-    def _fail(self, setting: Setting, reason: str) -> None:
-        self.failed.add(setting.name)
-        self.results.fail(setting.name, reason)
-        self._tell(setting, reason)
-        if self.parent is None:
-            return
+    measure_function(config.measure)
+    ledger = open_ledger(config)
+    write_whole(config.out / CONFIG_FILE, config.to_yaml())
+    plan = DecodingPlan(config, ledger, retry_failed=retry_failed)
+    figures = None
+    with recorded(tracker, config.out, config.model_dump(mode="json")) as parent:
+        records = None
+        if parent is not None:
+            records = Records(
+                parent, title=title_of, load_params=("temperature", "concurrency"),
+                logs=config.out / "logs",
+            )  # fmt: skip
         try:
-            with self.parent.child(setting.name) as child:
-                child.log_params(asdict(setting))
-                child.log_text(reason, "error.txt")
-                raise ServingError(reason)
-        except ServingError:
-            logger.debug("recorded that %s failed", setting.name)
+            if records is not None:
+                records.add_missing(ledger, plan.tasks, tracker)
+            if plan.unfinished():
+                with connected(config.resources.address):
+                    figures = run_tasks(
+                        plan,
+                        work=partial(work, config.model_dump(mode="json")),
+                        ledger=ledger,
+                        listener=Listeners([*([records] if records else []), *listeners]),
+                        bundle=bundle(config),
+                        max_restarts=config.resources.max_restarts,
+                        max_concurrent=config.resources.max_concurrent,
+                        budget_s=budget_s,
+                    )
+        finally:
+            if records is not None:
+                records.close()
+        if not ledger.figures and not (figures and figures.out_of_time):
+            raise ServingError(
+                f"no engine of the sweep could be measured; see {ledger.trials_file}"
+            )
+    return figures
 
-    def _tell(self, what: Measurement | Setting, problem: str | None = None) -> None:
-        if self.on_progress is not None:
-            self.on_progress(len(self.results.measured), self.total, what, problem)
+
+def bundle(config: SweepConfig) -> dict[str, float]:
+    """What one trial reserves: GPUs of its engine, or a whole node where engines run on cores."""
+    cpus = config.resources.cpus
+    if config.serve.resources.device == "gpu":
+        gpus = config.serve.engine.tensor_parallel_size * config.serve.resources.replicas
+        reserved = {"CPU": cpus or CPUS_BESIDE_GPU, "GPU": float(gpus)}
+        kind = config.serve.resources.accelerator_type
+        return reserved if kind is None else {**reserved, f"accelerator_type:{kind}": 0.001}
+    return {"CPU": cpus or smallest_node_cpus()}
+
+
+def work(
+    config: Mapping[str, Any],
+    task: Mapping[str, Any],
+    parts: Sequence[tuple],
+    ready: Callable[[], None],
+) -> Iterator[dict[str, Any]]:
+    """What a trial does; see `tuning.Work`."""
+    sweep = SweepConfig.parse(config)
+    measure = measure_function(sweep.measure)
+    for measurement in measure(sweep, Setting.parse(task), [Load(*p) for p in parts], ready):
+        yield measurement.row()
+
+
+def title_of(row: Mapping[str, Any]) -> str:
+    """Name of a measurement's run."""
+    return Measurement.parse(row).title
+
+
+class DecodingPlan:
+    """A `conductor.Plan`: settings from the search, stopped early where that is asked for."""
+
+    cuts = False
+
+    def __init__(self, config: SweepConfig, ledger: Ledger, *, retry_failed: bool = False) -> None:
+        self.config, self.ledger, self._retry = config, ledger, retry_failed
+        self.loads = [(load.temperature, load.concurrency) for load in config.loads()]
+        every = settings_of(config)
+        self._plain = [setting for setting in every if setting.drafter is None]
+        drafting = [setting for setting in every if setting.drafter is not None]
+        if config.search.kind == "random":
+            every = sample(drafting, config.search, references=self._references)
+        self.settings = {setting.name: setting for setting in every}
+        self.tasks = {setting.name: self._task(setting) for setting in every}
+        self._counted: dict[str, dict[tuple, float]] = {}
+        for name in self.tasks:
+            self._count(name)
+        self.search: Search = Listed(every, over=self._is_over)
+        if config.search.kind == "optuna":
+            self.search = OptunaSearch(
+                {self._choice(setting): setting for setting in drafting},
+                config.search, config.out / "optuna.db", over=self._is_over, score=self._score,
+                both=config.objective.pareto, references=self._references,
+            )  # fmt: skip
+
+    @property
+    def size(self) -> int:
+        """How many settings there will be; with Optuna at most."""
+        if self.config.search.kind != "optuna":
+            return len(self.settings)
+        drafting = len(self.settings) - len(self._plain)
+        return min(self.config.search.num_settings, drafting) + len(self._plain)
+
+    def _references(self, setting: Setting) -> list[Setting]:
+        return [plain for plain in self._plain if plain.engine == setting.engine]
+
+    def _choice(self, setting: Setting) -> tuple[tuple[str, Any], ...]:
+        """A setting as Optuna's parameters; the length only where every arm has the same ones."""
+        params = {"arm": setting.arm, **dict(setting.engine)}
+        if self.config.proposal_lengths is not None:
+            params["num_speculative_tokens"] = setting.num_speculative_tokens
+        return tuple(sorted(params.items()))
+
+    def unfinished(self) -> bool:
+        """Whether there may be anything to measure."""
+        return self.config.search.kind == "optuna" or any(
+            not self._is_over(setting) for setting in self.settings.values()
+        )
+
+    def next(self) -> Task | Wait | None:
+        """See `conductor.Plan`."""
+        found = self.search.next()
+        return self.tasks[found.name] if isinstance(found, Setting) else found
+
+    def why_stop(self, task: Task) -> str | None:
+        """See `conductor.Plan`."""
+        self._count(task.name)
+        rule = self.config.early_stop
+        if rule is None:
+            return None
+        spared = [setting.name for setting in self._plain]
+        return why_stop(task.name, self._counted, self.loads, rule, spared=spared)
+
+    def ended(self, task: Task, end: TrialEnd) -> None:
+        """See `conductor.Plan`."""
+        self.search.tell(task.name, self._score(task.name) if end.outcome == "done" else None)
+
+    def _task(self, setting: Setting) -> Task:
+        return Task(setting.name, asdict(setting), setting.params, tuple(self.loads))
+
+    def _is_over(self, setting: Setting) -> bool:
+        if self.ledger.is_over(setting.name, retry_failed=self._retry):
+            return True
+        return all(self.ledger.has(setting.name, load) for load in self.loads)
+
+    def _count(self, name: str) -> None:
+        """Throughput that counts at each load so far."""
+        limit = self.config.objective.max_tpot_p95_ms
+        self._counted[name] = {
+            load: rate_under_limit(values[0], values[3], limit)
+            for load, values in self.ledger.figures.get(name, {}).items()
+            if load in self.tasks[name].parts
+        }
+
+    def _score(self, name: str) -> tuple[float, float] | None:
+        tpots = self.ledger.figures.get(name, {})
+        pairs = {load: (rate, tpots[load][3]) for load, rate in self._counted[name].items()}
+        return score_of(pairs, len(self.loads))

@@ -1,25 +1,94 @@
-"""What a sweep of decoding settings covers, and the answer that its measurements give; no Ray.
+"""What a sweep of decoding settings covers; no Ray.
 
-An engine setting (an arm and its proposal length) needs an engine of its own; temperature and
-concurrency do not, and are measured on the live engine.
+An engine setting (an arm, its proposal length, engine values) needs an engine of its own;
+temperature and concurrency do not, and are measured on the live engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from itertools import product
-from math import exp, log
 from pathlib import Path
-from statistics import fmean
-from typing import Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from carryover.config import Config
-from carryover.serving.config import Arm, ServeConfig
+from carryover.engine import EngineConfig
+from carryover.errors import ConfigError
+from carryover.serving.config import Arm, Name, ServeConfig
 
 THROUGHPUT = "output_tokens_per_s"
+TPOT = "tpot_ms.p95"
+MEASURE = "sweeps.measuring:serve_and_bench"
+
+
+class SearchSettings(Config):
+    """Which of all engine settings are tried."""
+
+    kind: Literal["grid", "random", "optuna"] = Field(
+        default="grid",
+        description="grid: all. random: a sample. optuna: where earlier ones were good (TPE).",
+    )
+    num_settings: int | None = Field(
+        default=None, ge=1, description="settings with a drafter to try; null, for a grid, all"
+    )
+    seed: int = Field(default=0, description="of the sample, or of Optuna's sampler")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind != "grid" and self.num_settings is None:
+            raise ValueError(f"kind {self.kind} needs num_settings: how many settings to try")
+        if self.kind == "grid" and self.num_settings is not None:
+            raise ValueError("a grid tries all settings; leave num_settings out, or take random")
+        return self
+
+
+class Objective(Config):
+    """What the best setting is."""
+
+    max_tpot_p95_ms: float | None = Field(
+        default=None, gt=0,
+        description="95th percentile of TPOT that a load may have; settings above it lose there",
+    )  # fmt: skip
+    pareto: bool = Field(
+        default=False,
+        description="Optuna looks for the whole front of throughput and TPOT, not one optimum",
+    )
+
+
+class EarlyStop(Config):
+    """Asynchronous successive halving over the loads of a setting."""
+
+    after_loads: int = Field(
+        default=2, ge=1, description="the first decision; then at each multiple by the factor"
+    )
+    reduction_factor: float = Field(default=3, gt=1, description="keep the best 1/factor")
+    margin: float = Field(
+        default=0.1, ge=0, lt=1,
+        description="never stop a setting that is within this share of the best at any load",
+    )  # fmt: skip
+
+
+class TrialResources(Config):
+    """What one trial reserves in Ray, and where."""
+
+    address: str | None = Field(
+        default=None, description="Ray cluster, such as auto; null starts one on this machine"
+    )
+    cpus: float | None = Field(
+        default=None, gt=0,
+        description="of a trial; null: on CPU a whole node, so that no two engines share one; "
+        "beside a GPU 4",
+    )  # fmt: skip
+    max_concurrent: int | None = Field(
+        default=None, ge=1, description="trials at once; null: as many as the cluster holds"
+    )
+    max_restarts: int = Field(
+        default=2, ge=0, description="how often a setting whose process or node died is tried again"
+    )
 
 
 class SweepConfig(Config):
@@ -31,24 +100,59 @@ class SweepConfig(Config):
         min_length=1,
         description="of every arm with a drafter; null: what each arm says, or its checkpoint",
     )
+    engine: dict[str, list[bool | int | float | str | None]] = Field(
+        default={},
+        description="keys of serve.engine (extra.NAME for vLLM's own) to the values to try",
+    )
     temperatures: list[float] = Field(default=[0.0], min_length=1)
     concurrencies: list[int] = Field(default=[1, 4, 16], min_length=1)
+    baseline: Name | None = Field(
+        default=None,
+        description="arm that others with a drafter are compared with at equal length; null: the "
+        "first of several with one",
+    )
     prompts: str = Field(description="JSON lines, Parquet, folder, or Hugging Face data set")
     num_prompts: int | None = Field(default=None, ge=1, description="null takes all")
     max_tokens: int = Field(default=128, ge=1)
     seed: int = Field(default=0, description="of the choice and order of prompts")
+    search: SearchSettings = SearchSettings()
+    objective: Objective = Objective()
+    early_stop: EarlyStop | None = Field(default=None, description="null measures every load")
+    resources: TrialResources = TrialResources()
+    measure: str = Field(
+        default=MEASURE,
+        description="module:function that measures a setting at its loads; see sweeps.measuring",
+    )
     out: Path = Field(description="folder for the results; the same one goes on where it stopped")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("proposal_lengths", "temperatures", "concurrencies"):
-            values = getattr(self, name) or []
-            if len(set(values)) != len(values):
+        named = {"temperatures": self.temperatures, "concurrencies": self.concurrencies}
+        named |= {"proposal_lengths": self.proposal_lengths or []}
+        named |= {f"engine.{key}": values for key, values in self.engine.items()}
+        for name, values in named.items():
+            if len({repr(value) for value in values}) != len(values):
                 raise ValueError(f"{name} repeats a value: {values}")
         if any(value < 1 for value in [*(self.proposal_lengths or []), *self.concurrencies]):
             raise ValueError("proposal_lengths and concurrencies start at 1")
         if any(value < 0 for value in self.temperatures):
             raise ValueError("temperatures start at 0")
+        for key, values in self.engine.items():
+            if not values:
+                raise ValueError(f"engine.{key} names no value to try")
+            for value in values:
+                engine_with(self.serve.engine, {key: value})
+        drafting = [arm.name for arm in self.serve.arms if arm.drafter is not None]
+        if self.baseline is not None and self.baseline not in drafting:
+            raise ValueError(
+                f"baseline {self.baseline!r} is no arm with a drafter; those are: "
+                f"{', '.join(drafting) or 'none'}"
+            )
+        if self.search.kind != "grid" and not drafting:
+            raise ValueError(f"search {self.search.kind} needs an arm with a drafter")
+        names = [setting.name for setting in settings_of(self)]
+        if len(set(names)) != len(names):
+            raise ValueError("two settings would have one name; rename an arm or change a value")
         return self
 
     def absolute(self) -> Self:
@@ -59,34 +163,97 @@ class SweepConfig(Config):
             else arm.model_copy(update={"drafter": arm.drafter.expanduser().absolute()})
             for arm in self.serve.arms
         ]
-        prompts = Path(self.prompts).expanduser()
+        target, prompts = Path(self.serve.target).expanduser(), Path(self.prompts).expanduser()
+        found = str(target.absolute()) if target.is_dir() else self.serve.target
         return self.model_copy(
             update={
-                "serve": self.serve.model_copy(update={"arms": arms}),
+                "serve": self.serve.model_copy(update={"arms": arms, "target": found}),
                 "prompts": str(prompts.absolute()) if prompts.exists() else self.prompts,
                 "out": self.out.expanduser().absolute(),
             }
         )
 
-    def loads(self) -> list[tuple[float, int]]:
-        """(temperature, concurrency) of every measurement of one engine."""
-        return list(product(self.temperatures, self.concurrencies))
+    def loads(self) -> list[Load]:
+        """Loads in the order in which an engine is measured at them.
+
+        At each temperature the extremes of concurrency come first: a long proposal pays at few
+        clients and a short one at many, so that these two tell most about a setting.
+        """
+        few_many = sorted(self.concurrencies)
+        ends = dict.fromkeys([few_many[0], few_many[-1]])
+        order = [*ends, *(value for value in self.concurrencies if value not in ends)]
+        return [Load(*each) for each in product(self.temperatures, order)]
+
+    def identity(self) -> dict[str, Any]:
+        """What decides a measurement; lists may grow and everything else may change."""
+        values = self.model_dump(mode="json")
+        serve = values["serve"]
+        return {
+            "target": serve["target"],
+            "engine": serve["engine"],
+            "device": serve["resources"]["device"],
+            "prompts": values["prompts"],
+            "num_prompts": values["num_prompts"],
+            "max_tokens": values["max_tokens"],
+            "seed": values["seed"],
+            "measure": values["measure"],
+            "drafters": {arm["name"]: arm["drafter"] for arm in serve["arms"]},
+        }
+
+
+@dataclass(frozen=True, order=True)
+class Load:
+    """What clients do: temperature of the requests, and how many are in flight."""
+
+    temperature: float
+    concurrency: int
+
+    @property
+    def title(self) -> str:
+        """In a few characters."""
+        return f"T={self.temperature:g} c={self.concurrency}"
+
+    @property
+    def params(self) -> dict[str, float]:
+        """As parameters of a record."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One engine to start."""
+    """One engine to start; `engine` holds (key, value) pairs that differ from the sweep's own."""
 
     arm: str
     drafter: str | None
     num_speculative_tokens: int | None
+    engine: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """From `asdict`, after JSON made lists of tuples."""
+        pairs = tuple((key, value) for key, value in values.get("engine", ()))
+        return cls(**{**values, "engine": pairs})
 
     @property
     def name(self) -> str:
         """Name of the trial and of the arm that it serves."""
-        if self.num_speculative_tokens is None:
-            return self.arm
-        return f"{self.arm}-{self.num_speculative_tokens}"
+        parts = [self.arm]
+        if self.num_speculative_tokens is not None:
+            parts.append(str(self.num_speculative_tokens))
+        for key, value in self.engine:
+            slug = re.sub(r"[^a-z0-9]+", "_", f"{key.rpartition('.')[2]}_{value}".lower())
+            parts.append(slug.strip("_"))
+        return "-".join(parts)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """As parameters of a record, the same keys for every setting of a sweep."""
+        engine = {f"engine.{key}": value for key, value in self.engine}
+        length = self.num_speculative_tokens
+        return {
+            "setting": self.name, "arm": self.arm, "drafter": self.drafter or "none",
+            "num_speculative_tokens": 0 if self.drafter is None else length, **engine,
+        }  # fmt: skip
 
     def served(self) -> Arm:
         """The arm of the application that serves it."""
@@ -96,6 +263,49 @@ class Setting:
             num_speculative_tokens=self.num_speculative_tokens,
         )
 
+    def application(self, serve: ServeConfig, *, beside: list[Arm] | None = None) -> ServeConfig:
+        """The application that serves it, after the arms `beside`."""
+        engine = engine_with(serve.engine, dict(self.engine))
+        arms = [*(beside or []), self.served()]
+        return ServeConfig.parse(
+            {**serve.model_copy(update={"engine": engine, "arms": arms}).model_dump()}
+        )
+
+
+def engine_with(engine: EngineConfig, values: Mapping[str, Any]) -> EngineConfig:
+    """Engine settings with some keys changed; `extra.NAME` is one of vLLM's own arguments.
+
+    Raises:
+        ValueError: an unknown key, or a value that does not fit.
+    """
+    changed = engine.model_dump()
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        if section not in ("", "extra"):
+            raise ValueError(f"engine.{key}: give a key of serve.engine, or extra.NAME")
+        (changed["extra"] if section else changed)[name] = value
+    try:
+        return EngineConfig.parse(changed, source=f"engine {', '.join(values)}")
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def settings_of(config: SweepConfig) -> list[Setting]:
+    """Every engine of the full grid; first those without a drafter, which others are divided by."""
+    values = [[(key, value) for value in each] for key, each in sorted(config.engine.items())]
+    found = []
+    for arm in sorted(config.serve.arms, key=lambda arm: arm.drafter is not None):
+        drafter = None if arm.drafter is None else str(arm.drafter)
+        lengths: list[int | None] = [arm.num_speculative_tokens]
+        if drafter is not None and config.proposal_lengths is not None:
+            lengths = list(config.proposal_lengths)
+        found += [
+            Setting(arm.name, drafter, length, engine)
+            for length in lengths
+            for engine in product(*values)
+        ]
+    return found
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -103,94 +313,32 @@ class Measurement:
 
     Attributes:
         setting: name of the engine setting.
-        temperature: of the requests.
-        concurrency: requests in flight.
+        load: at which it was measured.
         figures: what the bench found, by its own names.
+        wall_s: how long the measuring took, warm-up included.
+        stored_bytes: what it left on disk.
     """
 
     setting: str
-    temperature: float
-    concurrency: int
+    load: Load
     figures: Mapping[str, float]
+    wall_s: float = 0.0
+    stored_bytes: int = 0
 
     @property
     def title(self) -> str:
         """The setting and the load in a few words."""
-        return f"{self.setting} T={self.temperature:g} c={self.concurrency}"
+        return f"{self.setting} {self.load.title}"
 
+    def row(self) -> dict[str, Any]:
+        """As a line of JSON."""
+        return {
+            "setting": self.setting, **self.load.params, "figures": dict(self.figures),
+            "wall_s": self.wall_s, "stored_bytes": self.stored_bytes,
+        }  # fmt: skip
 
-def settings_of(config: SweepConfig) -> list[Setting]:
-    """The engines that a sweep starts."""
-    found = []
-    for arm in config.serve.arms:
-        drafter = None if arm.drafter is None else str(arm.drafter)
-        lengths: Iterable[int | None] = [arm.num_speculative_tokens]
-        if drafter is not None and config.proposal_lengths is not None:
-            lengths = config.proposal_lengths
-        found += [Setting(arm.name, drafter, length) for length in lengths]
-    return found
-
-
-def unfinished(config: SweepConfig, measured: Iterable[Measurement]) -> list[Setting]:
-    """Settings of which a load is still to be measured."""
-    done = {(each.setting, each.temperature, each.concurrency) for each in measured}
-    return [
-        setting
-        for setting in settings_of(config)
-        if any((setting.name, *load) not in done for load in config.loads())
-    ]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The best setting at one load.
-
-    Attributes:
-        temperature: of the load.
-        concurrency: of the load.
-        setting: with the highest throughput.
-        tokens_per_s: its throughput.
-        speedup: against decoding without a drafter; None if that was not measured.
-    """
-
-    temperature: float
-    concurrency: int
-    setting: str
-    tokens_per_s: float
-    speedup: float | None
-
-
-def choose(config: SweepConfig, measured: Iterable[Measurement]) -> list[Choice]:
-    """For each load that was measured, the setting to deploy there."""
-    plain = {setting.name for setting in settings_of(config) if setting.drafter is None}
-    choices = []
-    measured = list(measured)
-    for temperature, concurrency in config.loads():
-        here = {
-            each.setting: each.figures[THROUGHPUT]
-            for each in measured
-            if (each.temperature, each.concurrency) == (temperature, concurrency)
-        }
-        if not here:
-            continue
-        best = max(here, key=here.__getitem__)
-        reference = max((here[name] for name in plain & here.keys()), default=None)
-        speedup = None if reference is None else here[best] / reference
-        choices.append(Choice(temperature, concurrency, best, here[best], speedup))
-    return choices
-
-
-def recommend(config: SweepConfig, measured: Iterable[Measurement]) -> Setting | None:
-    """The one setting for all loads: highest geometric mean of throughput, all loads measured."""
-    rates: dict[str, list[float]] = {}
-    for each in measured:
-        rates.setdefault(each.setting, []).append(each.figures[THROUGHPUT])
-    whole = [s for s in settings_of(config) if len(rates.get(s.name, [])) == len(config.loads())]
-    return max(whole, key=lambda s: exp(fmean(log(rate) for rate in rates[s.name])), default=None)
-
-
-def application_for(config: SweepConfig, setting: Setting) -> ServeConfig:
-    """An application that serves a setting, beside decoding without a drafter if that was swept."""
-    chosen = setting.served()
-    plain = [arm for arm in config.serve.arms if arm.drafter is None and arm.name != chosen.name]
-    return config.serve.model_copy(update={"arms": [*plain[:1], chosen]})
+    @classmethod
+    def parse(cls, row: Mapping[str, Any]) -> Self:
+        """From a line of JSON."""
+        load = Load(row["temperature"], row["concurrency"])
+        return cls(row["setting"], load, row["figures"], row["wall_s"], row["stored_bytes"])

@@ -1,19 +1,12 @@
 """What a sweep starts and measures, and the answer that its measurements give."""
 
-from pathlib import Path
+import json
+from dataclasses import asdict
 
 import pytest
 
 from carryover.errors import ConfigError
-from sweeps.settings import (
-    Measurement,
-    SweepConfig,
-    application_for,
-    choose,
-    recommend,
-    settings_of,
-    unfinished,
-)
+from sweeps.settings import Load, Measurement, Setting, SweepConfig, settings_of
 
 VALUES = {
     "serve": {
@@ -32,19 +25,16 @@ def make(**changes):
     return SweepConfig.parse({**VALUES, **changes})
 
 
-def measured(config, rates):
-    """Measurements from {setting: tokens/s of each load}."""
-    return [
-        Measurement(setting, *load, {"output_tokens_per_s": rate})
-        for setting, each in rates.items()
-        for load, rate in zip(config.loads(), each, strict=False)
-    ]
-
-
 def test_engines_are_arms_times_lengths_and_loads_need_none():
     config = make()
     assert [setting.name for setting in settings_of(config)] == ["plain", "dflash-2", "dflash-7"]
-    assert config.loads() == [(0.0, 1), (0.0, 8), (1.0, 1), (1.0, 8)]
+    assert config.loads() == [Load(0.0, 1), Load(0.0, 8), Load(1.0, 1), Load(1.0, 8)]
+
+
+def test_an_engine_is_measured_at_the_extremes_of_concurrency_first():
+    loads = make(temperatures=[0.0], concurrencies=[2, 1, 4, 32, 8]).loads()
+    assert [load.concurrency for load in loads] == [1, 32, 2, 4, 8]
+    assert [load.concurrency for load in make(concurrencies=[4]).loads()] == [4, 4]
 
 
 def test_a_full_grid_starts_an_engine_for_each_setting_only():
@@ -75,53 +65,19 @@ def test_without_lengths_each_arm_keeps_its_own():
         ({"concurrencies": []}, "at least 1 item"),
         ({"temperatures": [-0.5]}, "start at 0"),
         ({"concurency": [1]}, "did you mean 'concurrencies'"),
+        ({"engine": {"max_num_seqz": [1]}}, "did you mean 'max_num_seqs'"),
+        ({"engine": {"max_num_seqs": [0]}}, "greater than or equal to 1"),
+        ({"engine": {"max_num_seqs": []}}, "names no value"),
+        ({"engine": {"a.b.c": [1]}}, "extra.NAME"),
+        ({"engine": {"max_num_seqs": [4, 4]}}, "repeats a value"),
+        ({"baseline": "plain"}, "no arm with a drafter; those are: dflash"),
+        ({"search": {"kind": "random"}}, "needs num_settings"),
+        ({"search": {"num_settings": 3}}, "a grid tries all"),
     ],
 )
 def test_mistakes_are_refused(change, said):
     with pytest.raises(ConfigError, match=said):
         make(**change)
-
-
-def test_a_setting_with_a_load_missing_is_unfinished():
-    config = make()
-    results = measured(config, {"plain": [1, 2, 3, 4], "dflash-2": [1, 2, 3]})
-    assert [setting.name for setting in unfinished(config, results)] == ["dflash-2", "dflash-7"]
-    assert (
-        unfinished(
-            config, measured(config, dict.fromkeys(["plain", "dflash-2", "dflash-7"], [1] * 4))
-        )
-        == []
-    )
-
-
-def test_the_best_setting_of_each_load_with_its_speedup():
-    config = make()
-    rates = {"plain": [10, 80, 10, 80], "dflash-2": [15, 85, 12, 60], "dflash-7": [20, 70, 11, 50]}
-    choices = choose(config, measured(config, rates))
-    assert [choice.setting for choice in choices] == ["dflash-7", "dflash-2", "dflash-2", "plain"]
-    assert [choice.speedup for choice in choices] == [2.0, 85 / 80, 1.2, 1.0]
-
-
-def test_without_a_plain_arm_there_is_no_speedup():
-    arms = [{"name": "dflash", "drafter": "drafters/a"}]
-    config = make(serve={"arms": arms, "resources": {"device": "cpu"}}, proposal_lengths=[2])
-    assert [c.speedup for c in choose(config, measured(config, {"dflash-2": [1, 2, 3, 4]}))] == [
-        None
-    ] * 4
-
-
-def test_the_recommendation_is_the_best_over_all_loads_and_none_but_whole_ones():
-    config = make()
-    rates = {"plain": [10, 80, 10, 80], "dflash-2": [15, 85, 12, 60], "dflash-7": [900, 900]}
-    best = recommend(config, measured(config, rates))
-    assert best.name == "dflash-2"
-    application = application_for(config, best)
-    assert [arm.name for arm in application.arms] == ["plain", "dflash-2"]
-    assert application.arms[1].num_speculative_tokens == 2
-    assert application.arms[1].drafter == Path("drafters/a")
-    assert recommend(config, measured(config, {"plain": [1]})) is None
-    plain = recommend(config, measured(config, {"plain": [9, 9, 9, 9], "dflash-2": [1, 1, 1, 1]}))
-    assert [arm.name for arm in application_for(config, plain).arms] == ["plain"]
 
 
 def test_paths_become_absolute_and_names_of_data_sets_stay(tmp_path, monkeypatch):
@@ -132,3 +88,45 @@ def test_paths_become_absolute_and_names_of_data_sets_stay(tmp_path, monkeypatch
     assert config.out == tmp_path / "runs" / "sweep"
     assert config.serve.arms[1].drafter == tmp_path / "drafters" / "a"
     assert make(prompts="owner/dataset").absolute().prompts == "owner/dataset"
+
+
+def test_engine_values_multiply_the_engines_and_are_part_of_their_names():
+    config = make(engine={"max_num_seqs": [4, 8], "extra.block_size": [16]}, proposal_lengths=[2])
+    names = [setting.name for setting in settings_of(config)]
+    assert names == [
+        "plain-block_size_16-max_num_seqs_4", "plain-block_size_16-max_num_seqs_8",
+        "dflash-2-block_size_16-max_num_seqs_4", "dflash-2-block_size_16-max_num_seqs_8",
+    ]  # fmt: skip
+    served = settings_of(config)[3].application(config.serve)
+    assert served.engine.max_num_seqs == 8
+    assert served.engine.extra == {"block_size": 16}
+    assert served.arms[0].num_speculative_tokens == 2
+
+
+def test_values_whose_names_would_be_one_are_refused():
+    with pytest.raises(ConfigError, match="one name"):
+        make(engine={"kv_cache_gib": [0.5], "extra.kv": ["a b", "a_b"]})
+
+
+def test_records_of_all_settings_have_the_same_keys():
+    config = make(engine={"max_num_seqs": [4, 8]})
+    keys = {tuple(setting.params) for setting in settings_of(config)}
+    assert len(keys) == 1
+
+
+def test_settings_and_measurements_survive_json():
+    config = make(engine={"max_num_seqs": [4]})
+    for setting in settings_of(config):
+        assert Setting.parse(json.loads(json.dumps(asdict(setting)))) == setting
+    measurement = Measurement("a", Load(1.0, 4), {"output_tokens_per_s": 2.5}, 3.0, 7)
+    assert Measurement.parse(json.loads(json.dumps(measurement.row()))) == measurement
+
+
+def test_what_decides_a_measurement_leaves_room_for_more_of_them():
+    before = make().identity()
+    for free in (
+        {"concurrencies": [1, 2]}, {"proposal_lengths": [3]}, {"early_stop": {}},
+        {"search": {"kind": "random", "num_settings": 1}}, {"resources": {"max_restarts": 0}},
+    ):  # fmt: skip
+        assert make(**free).identity() == before
+    assert make(max_tokens=7).identity() != before

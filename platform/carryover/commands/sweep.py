@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,88 +20,270 @@ from carryover.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from sweeps.settings import Measurement, Setting, SweepConfig
+    from sweeps.settings import SweepConfig
+    from sweeps.training_settings import TrainingSweepConfig
 
 DEFAULT_CONFIG = "sweeps/configs/decoding_embedded.yaml"
+TRAINING_CONFIG = "sweeps/configs/training_embedded.yaml"
+
+ResumeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--resume", metavar="NAME", help="Go on with a sweep: its name in runs/sweeps, or folder."
+    ),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="TIME", help="Stop after 30m, 2h ...; resume measures more."),
+]
+RetryOption = Annotated[
+    bool, typer.Option("--retry-failed", help="Try settings again that failed for good.")
+]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
+    """Add the group; without a subcommand it runs a sweep."""
+    group = typer.Typer(rich_markup_mode="rich")
+    group.callback(
+        invoke_without_command=True,
         epilog=examples(
             f"platform sweep --config {DEFAULT_CONFIG}",
-            f"platform sweep -c {DEFAULT_CONFIG} --set 'concurrencies=[1, 2]' --set out=runs/mine",
-            f"platform sweep -c {DEFAULT_CONFIG} --dry-run",
-        )
+            f"platform sweep -c {DEFAULT_CONFIG} --budget 30m --set 'concurrencies=[1, 2]'",
+            f"platform sweep -c {TRAINING_CONFIG}",
+            "platform sweep --resume decoding_embedded",
+        ),
     )(sweep)
+    group.command(epilog=examples(f"platform sweep run --config {DEFAULT_CONFIG}"))(run)
+    group.command(
+        epilog=examples(
+            f"platform sweep plan --config {DEFAULT_CONFIG}",
+            f"platform sweep plan -c {DEFAULT_CONFIG} --measured decoding_embedded --gpus 64 "
+            "--gpu-hour 2.5",
+        )
+    )(plan)
+    group.command(epilog=examples("platform sweep report decoding_embedded"))(report)
+    app.add_typer(group, name="sweep", help="Find the best setting for your traffic.")
 
 
 def sweep(
+    context: typer.Context,
     config: ConfigOption = None,
     overrides: SetOption = None,
+    resume: ResumeOption = None,
+    budget: BudgetOption = None,
+    retry_failed: RetryOption = False,
     tracking_uri: TrackingUriOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
     """Measure every arm and proposal length at every load, and say which to deploy where.
 
-    One engine at a time is started, and measured at all temperatures and concurrencies. The same
-    command again measures what is missing.
+    A trial starts one engine and measures it at all temperatures and concurrencies; on CPU one at a
+    time, on a cluster one on each GPU. The same command again, or --resume, measures what is
+    missing. A configuration with the key `train` sweeps training settings instead.
     """
-    from carryover.errors import ConfigError
+    if context.invoked_subcommand is None:
+        run(config, overrides, resume, budget, retry_failed, tracking_uri, dry_run)
+
+
+def run(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    resume: ResumeOption = None,
+    budget: BudgetOption = None,
+    retry_failed: RetryOption = False,
+    tracking_uri: TrackingUriOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """The same as `platform sweep` without a subcommand."""
     from carryover.guardian import guard
     from carryover.runtime import engine_environment
-    from sweeps.settings import SweepConfig
+    from sweeps.durations import parse_duration
 
-    if config is None:
-        raise ConfigError(f"name the sweep's configuration: --config {DEFAULT_CONFIG}")
-    settings = SweepConfig.load(config, overrides=overrides or ())
+    settings = _load(config, overrides, resume)
+    budget_s = None if budget is None else parse_duration(budget)
     if dry_run:
         show_config(settings)
         return
     guard(environment=engine_environment())
 
+    from sweeps.settings import SweepConfig
+
+    is_decoding = isinstance(settings, SweepConfig)
+    runner = _run_decoding if is_decoding else _run_training
+    runner(settings.absolute(), tracking_uri, budget_s, retry_failed)
+
+
+def plan(
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    resume: ResumeOption = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", min=1, help="Trials at once; default: as configured, else one."),
+    ] = None,
+    gpu_hour: Annotated[
+        float | None,
+        typer.Option("--gpu-hour", min=0.0, help="Price of a GPU or node for an hour."),
+    ] = None,
+    measured: Annotated[
+        str | None,
+        typer.Option("--measured", metavar="NAME", help="A sweep to take times and sizes from."),
+    ] = None,
+) -> None:
+    """Print what a sweep would run, how long that takes, what it stores and costs; starts nothing.
+
+    Times and sizes are those that were measured: by this sweep so far, or by another one.
+    """
+    from sweeps.plan_display import show_plan
+
+    from sweeps.loading import folder_of
+
+    settings = _load(config, overrides, resume)
+    source = None if measured is None else folder_of(measured)
+    show_plan(settings.absolute(), source=source, slots=gpus, price_per_hour=gpu_hour)
+
+
+def report(
+    name: Annotated[str, typer.Argument(help="A sweep in runs/sweeps, or its folder.")],
+) -> None:
+    """Write the page and the recommended application of a sweep again, from what it measured."""
+    from sweeps.settings import SweepConfig
+
+    settings = _load(None, None, name).absolute()
+    if isinstance(settings, SweepConfig):
+        _answer_decoding(settings)
+    else:
+        _answer_training(settings)
+
+
+def _load(
+    config: Path | None, overrides: list[str] | None, resume: str | None
+) -> SweepConfig | TrainingSweepConfig:
+    from carryover.errors import ConfigError
+    from sweeps.loading import CONFIG_FILE, folder_of, load
+
+    if (config is None) == (resume is None):
+        raise ConfigError(
+            f"name the sweep's configuration with --config {DEFAULT_CONFIG}, or an earlier sweep "
+            "with --resume NAME"
+        )
+    if resume is None:
+        return load(config, overrides or ())
+    folder = folder_of(resume)
+    # where it is now, should it have been moved
+    return load(folder / CONFIG_FILE, [*(overrides or ()), f"out={json.dumps(str(folder))}"])
+
+
+def _run_decoding(
+    settings: SweepConfig, tracking_uri: str | None, budget_s: float | None, retry_failed: bool
+) -> None:
+    from carryover.commands.sweep_display import SweepView
     from carryover.tracking import Tracker
-    from sweeps.decoding import run
+    from sweeps.decoding import DecodingPlan, open_ledger
+    from sweeps.decoding import run as run_sweep
 
-    log = log_console()
-
-    def tell(done: int, total: int, what: Measurement | Setting, problem: str | None) -> None:
-        if problem is not None:
-            log.print(f"{what.name} failed: {problem.splitlines()[-1]}", markup=False, style="red")
-            return
-        figures = what.figures
-        length = figures.get("acceptance_length")
-        log.print(
-            f"{done}/{total}  {what.title}: {figures['output_tokens_per_s']:.1f} tokens/s"
-            + ("" if length is None else f", acceptance length {length:.2f}"),
-            markup=False,
-            highlight=False,
-        )
-
-    _show(settings.absolute(), run(settings, tracker=Tracker(tracking_uri), on_progress=tell))
+    ledger = open_ledger(settings)
+    planned = DecodingPlan(settings, ledger)
+    done = sum(
+        ledger.has(task.name, part) for task in planned.tasks.values() for part in task.parts
+    )
+    view = SweepView(planned.size, parts=len(settings.loads()), done=done, budget_s=budget_s)
+    with _resumable(settings.out), view.shown():
+        figures = run_sweep(
+            settings, tracker=Tracker(tracking_uri), listeners=[view], budget_s=budget_s,
+            retry_failed=retry_failed,
+        )  # fmt: skip
+    _answer_decoding(settings)
+    _say_how_it_went(figures, settings.out)
 
 
-def _show(settings: SweepConfig, measured: list[Measurement]) -> None:
-    """Print the answer, and write the recommended application."""
-    from rich.table import Table
+def _answer_decoding(settings: SweepConfig) -> None:
+    """Print the answer, and write the page and the recommended application."""
+    from carryover.commands.sweep_display import show_choices, show_crossings
+    from sweeps.answer import application_for, points_of, recommend
+    from sweeps.decoding import open_ledger
+    from sweeps.page import write_page
 
-    from sweeps.settings import application_for, choose, recommend
-
-    table = Table(box=None, pad_edge=False)
-    for header in ("temperature", "concurrency", "best setting", "tokens/s", "speed-up"):
-        table.add_column(header, justify="left" if header == "best setting" else "right")
-    for choice in choose(settings, measured):
-        table.add_row(
-            f"{choice.temperature:g}",
-            str(choice.concurrency),
-            choice.setting,
-            f"{choice.tokens_per_s:.1f}",
-            "" if choice.speedup is None else f"{choice.speedup:.2f}x",
-        )
-    console().print(table)
-    best = recommend(settings, measured)
+    ledger = open_ledger(settings)
+    points = points_of(settings, ledger.figures)
+    show_choices(settings, points)
+    best = recommend(settings, points)
     if best is not None:
+        show_crossings(points, best.name)
         file = settings.out / "serve.yaml"
         head = "# Recommended by a sweep: the highest throughput over its loads.\n"
         file.write_text(head + application_for(settings, best).to_yaml())
-        typer.echo(f"over all loads: {best.name}; serve it with: platform serve --config {file}")
+        _say(f"over all loads: {best.name}; serve it with: platform serve --config {file}")
+    _say(f"page: {write_page(settings, ledger, settings.out / 'report.html')}")
+
+
+def _run_training(
+    settings: TrainingSweepConfig,
+    tracking_uri: str | None,
+    budget_s: float | None,
+    retry_failed: bool,
+) -> None:
+    from carryover.commands.sweep_display import SweepView
+    from carryover.tracking import Tracker
+    from sweeps.training import TrainingPlan, open_ledger
+    from sweeps.training import run as run_sweep
+
+    planned = TrainingPlan(settings, open_ledger(settings))
+    view = SweepView(
+        planned.size, parts=1, budget_s=budget_s, figure=("acceptance_length", "acceptance length")
+    )
+    with _resumable(settings.out), view.shown():
+        figures = run_sweep(
+            settings, tracker=Tracker(tracking_uri), listeners=[view], budget_s=budget_s,
+            retry_failed=retry_failed,
+        )  # fmt: skip
+    _answer_training(settings)
+    _say_how_it_went(figures, settings.out)
+
+
+def _answer_training(settings: TrainingSweepConfig) -> None:
+    from sweeps.training import open_ledger
+    from sweeps.training_page import show_best, write_page
+
+    ledger = open_ledger(settings)
+    show_best(settings, ledger, console())
+    _say(f"page: {write_page(settings, ledger, settings.out / 'report.html')}")
+
+
+class _resumable:
+    """Says how to go on when a sweep is interrupted."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is KeyboardInterrupt:
+            log_console().print(
+                f"stopped; go on with: platform sweep --resume {self._out}",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
+
+
+def _say_how_it_went(figures: Any, out: Path) -> None:
+    from sweeps.durations import show_duration
+
+    if figures is None:
+        return
+    log = log_console()
+    log.print(
+        f"{figures.trials} trials in {show_duration(figures.wall_s)}; scheduling took "
+        f"{figures.overhead_s:.1f} s of a slot for each",
+        highlight=False,
+    )
+    if figures.out_of_time:
+        log.print(
+            f"the budget is spent; measure the rest with: platform sweep --resume {out}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def _say(text: str) -> None:
+    console().print(text, markup=False, highlight=False, soft_wrap=True)
