@@ -327,19 +327,41 @@ def test_arms_that_go_down_and_come_up_are_logged_once(make, clock):
     async def scene():
         owner = make()
         one, two = Replica(owner, "one"), Replica(owner, "two")
-        down = (clock.now, "carryover", "down", "replica died")
+        down, up = ((clock.now, "carryover", kind, f"it went {kind}") for kind in ("down", "up"))
         for replica in (one, two, one):
             await replica.call(events=[down])
         assert (await ask(owner, "show"))["down"] == ["carryover"]
         # events of a batch that is delivered again count too
-        await one.call(events=[(clock.now, "carryover", "up", "answers")], again=True)
-        await two.call(events=[(clock.now, "unheard-of", "down", "x")])
+        await one.call(events=[up], again=True)
+        assert (await ask(owner, "show"))["down"] == ["carryover"]
+        await two.call(events=[up, (clock.now, "unheard-of", "down", "x")])
         assert (await ask(owner, "show"))["down"] == []
         entries = (await ask(owner, "log"))["entries"][1:]
         assert [(e["action"], e["after"], e["why"]) for e in entries] == [
-            ("arm down", {"arm": "carryover"}, "replica died"),
-            ("arm up", {"arm": "carryover"}, "answers"),
+            ("arm down", {"arm": "carryover"}, "it went down"),
+            ("arm up", {"arm": "carryover"}, "it went up"),
         ]
+
+    run(scene())
+
+
+def test_an_arm_that_only_a_gone_replica_missed_is_not_down_for_ever(make, clock):
+    async def scene():
+        owner = make(evaluation_period_s=0.02)
+        replica = Replica(owner)
+        await replica.call(events=[(clock.now, "carryover", "down", "no answer")])
+        # a restart of the controller, which takes a while, is no news of the arm
+        make.close()
+        clock.pass_(30)
+        replica.owner = owner = make(evaluation_period_s=0.02)
+        await replica.call()
+        assert (await ask(owner, "show"))["down"] == ["carryover"]
+        clock.pass_(60)
+        for _ in range(200):
+            await asyncio.sleep(0.01)
+            if len(await actions(owner)) == 3:
+                break
+        assert [action for action, _ in await actions(owner)] == ["begin", "arm down", "arm up"]
 
     run(scene())
 

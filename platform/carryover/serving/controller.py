@@ -90,7 +90,6 @@ class TrafficController:
         self._replicas = Replicas(clock=clock, timeout_s=timing.replica_timeout_s)
         self._recording = Recording(recorder)
         self._changing = asyncio.Lock()
-        self._down: set[str] = set()
         self._last: Evaluation | None = None
         self._failed = ""
         self._loop: asyncio.Task | None = None
@@ -130,8 +129,10 @@ class TrafficController:
         self._ensure_running()
         if self._replicas.note(replica, version=version, sequence=sequence, dropped=dropped):
             self._split.results.add(observations)
-        for event in events:
-            await self._note_event(*event)
+        for time_s, arm, kind, text in events:
+            if arm in self._arms:
+                self._replicas.note_arm(replica, arm, is_down=kind == "down")
+                await self._log_arms(time_s, text)
         if version > self._split.state.traffic.version:
             await self._outnumber(version)
         traffic = self._split.state.traffic
@@ -145,17 +146,18 @@ class TrafficController:
                 why = f"replicas follow split {version}, which the state folder does not know"
                 await self._apply(change, who="controller", why=why)
 
-    async def _note_event(self, time_s: float, arm: str, kind: str, text: str) -> None:
-        """Log that an arm went down or came up: once, however many replicas notice it."""
-        if arm not in self._arms or (kind == "down") == (arm in self._down):
-            return
-        self._down ^= {arm}
-        change = Change(self._split.state, f"arm {kind}", {}, {"arm": arm})
-        entry = change.entry(time_s=time_s, who="ingress", why=text)
-        try:
-            await asyncio.to_thread(self._split.audit.append, entry)
-        except OSError as error:
-            logger.error("the audit log lacks that arm %s went %s: %s", arm, kind, error)
+    async def _log_arms(self, time_s: float, why: str) -> None:
+        """Log arms that went down or came up since: once, however many replicas noticed it."""
+        down = self._replicas.down()
+        changed, self._replicas.logged_down = self._replicas.logged_down ^ down, down
+        for arm in sorted(changed):
+            kind = "down" if arm in down else "up"
+            change = Change(self._split.state, f"arm {kind}", {}, {"arm": arm})
+            entry = change.entry(time_s=time_s, who="ingress", why=why)
+            try:
+                await asyncio.to_thread(self._split.audit.append, entry)
+            except OSError as error:
+                logger.error("the audit log lacks that arm %s went %s: %s", arm, kind, error)
 
     # Admins
 
@@ -171,8 +173,8 @@ class TrafficController:
             The action's answer, or `{"error": {"message": ..., "type": ..., "code": status}}`,
             where `code` is the HTTP status.
         """
-        self._ensure_running()
         try:
+            self._ensure_running()
             return views.without_nan(await self._answer(parse(action, arguments), who))
         except UserError as error:
             return _error(str(error), 400)
@@ -255,7 +257,7 @@ class TrafficController:
                 rules=self._split.config.guard, now=now,
             ),
             "evaluation": {**evaluated, "period_s": self._split.config.evaluation_period_s},
-            "down": sorted(self._down),
+            "down": sorted(self._replicas.down()),
             "replicas": views.replica_views(self._replicas.live(), now=now),
             "dropped": self._replicas.dropped,
             "unknown": results.unknown,
@@ -336,6 +338,8 @@ class TrafficController:
             await asyncio.sleep(self._split.config.evaluation_period_s)
             try:
                 await self.evaluate()
+                # Replicas that are gone no longer miss an arm.
+                await self._log_arms(self._clock(), "no replica misses it any more")
                 await self.save()
                 if self._publish is not None:
                     self._publish(self._overview())

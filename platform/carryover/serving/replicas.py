@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 # Replicas come and go for months; of those that are gone only the last ones matter.
 MAX_REMEMBERED = 1000
@@ -20,12 +20,14 @@ class Replica:
         seen_s: time of its last call, seconds since the epoch.
         sequence: number of its last batch.
         dropped: observations that did not fit its buffer, ever.
+        down: arms that do not answer it.
     """
 
     version: int
     seen_s: float
     sequence: int = 0
     dropped: int = 0
+    down: set[str] = field(default_factory=set)
 
 
 class Replicas:
@@ -34,6 +36,9 @@ class Replicas:
     Args:
         clock: seconds since the epoch.
         timeout_s: a replica silent for longer is gone.
+
+    Attributes:
+        logged_down: arms that are down as far as the audit log says.
     """
 
     def __init__(self, *, clock: Callable[[], float], timeout_s: float) -> None:
@@ -41,6 +46,7 @@ class Replicas:
         self._timeout_s = timeout_s
         self._known: OrderedDict[str, Replica] = OrderedDict()
         self._dropped_by_gone = 0
+        self.logged_down: set[str] = set()
         self._called = asyncio.Event()
 
     def note(self, name: str, *, version: int, sequence: int, dropped: int) -> bool:
@@ -66,6 +72,15 @@ class Replicas:
         """Observations that did not fit a buffer, of all replicas."""
         return self._dropped_by_gone + sum(found.dropped for found in self._known.values())
 
+    def note_arm(self, name: str, arm: str, *, is_down: bool) -> None:
+        """Take note that an arm stopped, or began, to answer a replica that has called."""
+        down = self._known[name].down
+        (down.add if is_down else down.discard)(arm)
+
+    def down(self) -> set[str]:
+        """Arms that do not answer some live replica."""
+        return set().union(*(found.down for found in self.live().values()))
+
     async def wait_for(self, version: int, *, timeout_s: float) -> list[str]:
         """Wait until every live replica follows a version, or a later one.
 
@@ -87,15 +102,19 @@ class Replicas:
                 continue
 
     def to_json(self) -> dict:
-        """What must survive a restart: which batches were counted."""
+        """What must survive a restart: which batches were counted, and what is down."""
         return {
             "dropped_by_gone": self._dropped_by_gone,
-            "known": {n: [r.version, r.seen_s, r.sequence, r.dropped] for n, r in
-                      self._known.items()},
-        }  # fmt: skip
+            "logged_down": sorted(self.logged_down),
+            "known": {
+                name: {**asdict(found), "down": sorted(found.down)}
+                for name, found in self._known.items()
+            },
+        }
 
     def restore(self, values: dict) -> None:
         """Inverse of `to_json`."""
         self._dropped_by_gone = values["dropped_by_gone"]
-        for name, row in values["known"].items():
-            self._known[name] = Replica(*row)
+        self.logged_down = set(values["logged_down"])
+        for name, found in values["known"].items():
+            self._known[name] = Replica(**{**found, "down": set(found["down"])})
