@@ -122,6 +122,7 @@ def test_set_show_and_log(traffic, endpoint):
     )
     endpoint.see(baseline=90, carryover=60)
     shown = traffic("show")
+    assert "[-100.0, > +1000]" in shown
     lines = shown.splitlines()
     assert lines[0].startswith("may  running  split 2")
     table = {line.split("  ")[0]: line.split() for line in lines}
@@ -129,7 +130,7 @@ def test_set_show_and_log(traffic, endpoint):
     assert table["weight"][-2:] == ["90%", "10%"]
     assert table["requests"][-2:] == ["90", "60"]
     assert table["failed"][-2:] == ["0", "0"]
-    assert all(len(line) <= 80 for line in lines)
+    assert all(len(line) <= 80 and "…" not in line for line in lines)
     assert "error rate" in shown and "guard: no rule broken" in shown
     logged = traffic("log")
     assert "    why: first real traffic\n" in logged

@@ -171,8 +171,13 @@ def _difference(found: Mapping[str, Any]) -> str:
         unit = "%"
     if None in values:
         return found["why"]
-    value, low, high = (f"{100 * number:+.1f}" for number in values)
+    value, low, high = (_points(number) for number in values)
     return f"{value}{unit} [{low}, {high}]"
+
+
+def _points(share: float) -> str:
+    # The first few requests bound nothing; a hundred digits would say so less clearly.
+    return f"{100 * share:+.1f}" if share < 10 else "> +1000"
 
 
 def _duration(answer: Mapping[str, Any], key: str) -> str:
