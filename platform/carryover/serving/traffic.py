@@ -86,7 +86,8 @@ class TrafficConfig(Config):
     guard: GuardRules = Field(default_factory=GuardRules, description="When to roll back.")
     state: Path | None = Field(
         default=None,
-        description="Folder of the split, its audit log and statistics; null: runs/serve/NAME.",
+        description="Folder of the split, its audit log and statistics; null: runs/serve/NAME. "
+        "On a cluster one that all nodes see, since the controller may move.",
     )
     record: bool = Field(default=True, description="Whether experiments are recorded in MLflow.")
     record_period_s: float = Field(
