@@ -18,7 +18,7 @@ def figures_of(setting, load):
     found = {
         "output_tokens_per_s": rate, "output_tokens_per_s.low": 0.95 * rate,
         "output_tokens_per_s.high": 1.05 * rate, "tpot_ms.p95": 1000 * load.concurrency / rate,
-        "requests": 8.0, "failed": 0.0, "output_tokens": 512.0,
+        "requests": 8.0, "failed": 0.0, "output_tokens": 512.0, "measured_s": 512.0 / rate,
     }  # fmt: skip
     return found | ({"acceptance_length": accepted} if length else {})
 
