@@ -9,9 +9,9 @@ with sources, is in `sequential.py`. It assumes that
 - chance decided the arm, by weights (so only requests of reason "weighted" or "sticky" count);
 - requests of different keys are independent given the arm and the traffic at that time, apart from
   disturbances short against the experiment's length (all that happens within a block of time, at
-  least 5 s and at least a 64th of the experiment, may hang together);
+  least 10 s and at least a 64th of the experiment, may hang together);
 - there are enough units for sums to be about normal: no verdict is given before the smaller arm has
-  the equivalent of 20 units and of 5 blocks of time.
+  the equivalent of 20 units and of 10 blocks of time, so in the first 100 s there is none.
 
 Metrics: **acceptance_length**, pooled over rounds (1 + accepted / rounds), as a relative change;
 **ttft_s, tpot_s, e2e_s**, geometric means over answers, as relative changes: a mean of logarithms
@@ -55,7 +55,7 @@ from carryover.serving.arm_statistics import (
 from carryover.serving.sequential import Effect, Sums, effect
 from carryover.serving.time_blocks import FIRST_BLOCK_S, common_grid
 
-MIN_UNITS, MIN_BLOCKS = 20, 5
+MIN_UNITS, MIN_BLOCKS = 20, 10
 _WORDS = {
     "acceptance_length": "acceptance length",
     "tpot_s": "TPOT",

@@ -1,8 +1,8 @@
 """Sums by block of time, in bounded memory: at most 64 blocks, which double as time goes on.
 
-Blocks lie on one grid (block number = epoch time / length, lengths 5 s times powers of two), so the
-blocks of different arms can be brought to the same length and set side by side. While a minute has
-passed a block lasts 5 s; after a day about half an hour: the longer an experiment, the longer the
+Blocks lie on one grid (block number = epoch time / length, lengths 10 s times powers of two), so
+the blocks of different arms can be brought to the same length and set side by side. For ten minutes
+a block lasts 10 s, after a day about half an hour: the longer an experiment, the longer the
 disturbances that its variance allows for (batch means with growing batches).
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-FIRST_BLOCK_S = 5.0
+FIRST_BLOCK_S = 10.0
 MAX_BLOCKS = 64
 
 
