@@ -238,6 +238,15 @@ def counter(llm: LLM, name: str) -> Any:
     raise KeyError(name)
 
 
+def speculative_counters(llm: LLM) -> dict[str, Any]:
+    """All of the engine's counters of speculative decoding."""
+    return {
+        metric.name: metric.values if hasattr(metric, "values") else metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith("vllm:spec_decode")
+    }
+
+
 def _greedy_batch(target: Target, layer_ids: Sequence[int]) -> Batch:
     """Prompts with greedy responses, packed, with the target's states."""
     model = target.load_model()
