@@ -194,14 +194,17 @@ def test_an_engine_that_dies_is_a_clear_error_and_one_at_a_time_goes_on(engines,
     from carryover.bench import offline_engines
 
     config = engines.model_copy(
-        update={"arms": engines.arms[:2], "engines_at_once": 1, "temperature": (0.0,)}
-    )
+        update={
+            "arms": engines.arms[1:], "engines_at_once": 1, "turns": 1, "temperature": (0.0,),
+        }
+    )  # fmt: skip
     send = offline_engines.EngineProcess.send
     calls = []
 
     def dying(self, conversations, sampling, advance):
         calls.append(self.arm)
-        if len(calls) == 4:
+        # the fifth is the first block of the second arm, after each arm's warm-up
+        if len(calls) == 5:
             os.kill(self._process.pid, signal.SIGKILL)
         return send(self, conversations, sampling, advance)
 
@@ -214,7 +217,10 @@ def test_an_engine_that_dies_is_a_clear_error_and_one_at_a_time_goes_on(engines,
         path for path in Path(config.out).iterdir()
         if json.loads((path / "bench.json").read_text())["conditions"] == ["T=0 c=1"]
     ]  # fmt: skip
+    finished = (folder / "units.jsonl").read_text()
+    assert finished.count("\n") == 2
     result = offline.run(resume=folder)
+    assert (folder / "units.jsonl").read_text().startswith(finished)
     assert result.valid and len(result.requests) == 2 * 4
     assert any("one engine ran at a time" in finding.text for finding in result.findings)
     assert list(folder.glob("engine-*.log"))

@@ -170,7 +170,8 @@ def fit_budget(
     started_s = time.monotonic()
     per_prompt_s = 0.0
     backend.prepare(arms, conditions)
-    trials = [(condition, arm) for condition in conditions for arm in arms]
+    # arm by arm: there may be room for one engine only
+    trials = [(condition, arm) for arm in arms for condition in conditions]
     for number, (condition, arm) in enumerate(trials):
         count = max(2, min(len(prompts), condition.concurrency or 4))
         unit = Unit(-1, condition, arm, tuple(prompts[-count:]))

@@ -39,15 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """One arm's engine in a process of its own.
+    """One arm's engine in a process of its own, which begins to start at once.
 
     Args:
         arm: its name.
         start: what the engine is, as `offline_worker.Engine` takes it.
         log: file for what it prints.
-
-    Raises:
-        ServingError: it does not start; with the end of what it printed.
     """
 
     def __init__(self, arm: str, start: dict[str, Any], log: Path) -> None:
@@ -59,7 +56,14 @@ class EngineProcess:
                 env={**os.environ, **engine_environment()},
             )  # fmt: skip
         self._write({"start": start})
-        self.details = self._read()["ready"]
+
+    def wait_until_ready(self) -> None:
+        """Return when the engine has started.
+
+        Raises:
+            ServingError: it does not start; with the end of what it printed.
+        """
+        self._read()
 
     @property
     def alive(self) -> bool:
@@ -148,14 +152,19 @@ class OfflineBackend:
     def prepare(self, arms: Sequence[str], conditions: Sequence[Condition]) -> None:
         """As `Backend`: start what fits into memory together."""
         self._conditions = conditions
-        if not self.side_by_side:
+        if not self.side_by_side or not arms:
             return
-        for arm in arms:
-            if self._engines and self._at_once is None and not self._fits_more(arms):
-                logger.warning("memory for one engine at a time; the arms take turns")
-                self._at_once = 1
-                return
-            self._engine(arm)
+        first, *others = arms
+        self._engine(first)
+        if self._at_once is None and not self._fits_more(arms):
+            logger.warning("memory for one engine at a time; the arms take turns")
+            self._at_once = 1
+            return
+        started = [self._start(arm) for arm in others if arm not in self._engines]
+        for engine in started:
+            engine.wait_until_ready()
+        for engine in started:
+            self._warm_up(engine)
 
     def order(self, plan: Sequence[Unit]) -> list[Unit]:
         """As `Backend`: block by block side by side, else in turns."""
@@ -205,6 +214,12 @@ class OfflineBackend:
         if self._at_once is not None and len(self._engines) >= self._at_once:
             oldest = next(iter(self._engines))
             self._engines.pop(oldest).close()
+        engine = self._start(arm)
+        engine.wait_until_ready()
+        self._warm_up(engine)
+        return engine
+
+    def _start(self, arm: str) -> EngineProcess:
         wanted = self._arms[arm]
         start = {
             "target": self._target.name,
@@ -214,7 +229,6 @@ class OfflineBackend:
         }
         engine = EngineProcess(arm, start, self._folder / f"engine-{arm}.log")
         self._engines[arm] = engine
-        self._warm_up(engine)
         return engine
 
     def _warm_up(self, engine: EngineProcess) -> None:
