@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
+from carryover.bench import statistics
 from carryover.bench.client import Choice, Response
 from carryover.bench.measure import Answers
 from carryover.bench.records import Condition
@@ -128,4 +130,6 @@ def run_rule_bench(folder, backend=None, *, arms=ARMS, conditions=None, count=12
         prompts=make_prompts(count), conditions=conditions or [Condition("offline")],
         connect=connect,
     )  # fmt: skip
-    return run_bench(bench, **{"tracker": None, **passed})
+    # intervals are tested elsewhere, and resampling takes most of the time
+    with mock.patch.object(statistics, "RESAMPLES", 200):
+        return run_bench(bench, **{"tracker": None, **passed})

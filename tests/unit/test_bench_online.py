@@ -120,6 +120,7 @@ def serving(server):
 def quick(monkeypatch):
     """Pages and quiet metrics pages are tested elsewhere."""
     monkeypatch.setattr("carryover.bench.html.write_report", lambda result, path: None)
+    monkeypatch.setattr("carryover.bench.statistics.RESAMPLES", 200)
     monkeypatch.setattr("carryover.bench.counters.QUIET_S", 0.05)
     monkeypatch.setattr("carryover.bench.counters.POLL_S", 0.01)
 

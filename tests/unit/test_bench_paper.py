@@ -1,9 +1,12 @@
 """The paper's numbers stand beside ours only where everything matches."""
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 from bench_backends import ACCEPTED, SPEED, RuleBackend, make_prompts
 
-from carryover.bench import paper, sets
+from carryover.bench import paper, sets, statistics
 from carryover.bench.records import Condition
 from carryover.bench.session import Bench, run_bench
 from carryover.bench.settings import BenchConfig
@@ -17,8 +20,6 @@ ARMS = {
 
 
 def measured(folder, monkeypatch, *, arms=ARMS, prompts="paper-844", **settings):
-    from contextlib import nullcontext
-
     # the whole mix by its names, with fewer prompts in each set
     counts = {name: 2 for name in sets.PAPER_COUNTS}
     monkeypatch.setattr(paper, "PAPER_COUNTS", counts)
@@ -28,7 +29,8 @@ def measured(folder, monkeypatch, *, arms=ARMS, prompts="paper-844", **settings)
         config, "offline", arms, make_prompts(16, tuple(counts)), conditions,
         lambda _: nullcontext(RuleBackend()),
     )  # fmt: skip
-    return run_bench(bench, tracker=None)
+    with mock.patch.object(statistics, "RESAMPLES", 200):
+        return run_bench(bench, tracker=None)
 
 
 def test_matching_settings_show_both(tmp_path, monkeypatch):
