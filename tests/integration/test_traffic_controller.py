@@ -201,6 +201,7 @@ def test_stop_records_the_experiment_in_one_run(application):
     assert "carryover.tpot_s.relative_low" in run.data.metrics
     assert run.data.params["control"] == "baseline"
     files = {found.path for found in client.list_artifacts(run.info.run_id)}
-    assert files >= {"arms.json", "comparisons.json", "log.json", "statistics.json"}
+    assert files >= {"arms.json", "comparisons.json", "log.json", "statistics.json",
+                     "report.html"}  # fmt: skip
     history = client.get_metric_history(run.info.run_id, "carryover.requests")
     assert len(history) > 1

@@ -10,7 +10,7 @@ from typing import Any
 from carryover.tracking import Run, Tracker
 
 EXPERIMENT = "carryover-traffic"
-_COMPARED = ("relative", "relative_low", "relative_high")
+_RELATIVE = "relative relative_low relative_high"
 _NO_METRIC = ("arm", "acceptance_per_position")
 
 
@@ -53,7 +53,10 @@ class ExperimentRecorder:
             for name in ("arms", "comparisons", "log", "statistics"):
                 run.log_dict(report[name], f"{name}.json")
             if final:
-                self.close()
+                try:
+                    run.log_text(_page(report), "report.html")
+                finally:
+                    self.close()
             return run.id
 
     def close(self) -> None:
@@ -82,6 +85,13 @@ class ExperimentRecorder:
         return run
 
 
+def _page(report: Mapping[str, Any]) -> str:
+    # matplotlib, for the end of an experiment alone
+    from carryover.serving.report import render
+
+    return render(report)
+
+
 def has_results(report: Mapping[str, Any]) -> bool:
     """Whether requests of two arms can be compared."""
     return sum(row["requests"] > 0 for row in report["arms"]) > 1
@@ -97,7 +107,9 @@ def numbers(report: Mapping[str, Any]) -> dict[str, float]:
     }
     for arm, by_metric in report["comparisons"].items():
         for metric, comparison in by_metric.items():
-            for name in _COMPARED:
+            # The error rate is compared by its difference; other metrics by their relative change.
+            form = "estimate low high" if metric == "error_rate" else _RELATIVE
+            for name in form.split():
                 if comparison[name] is not None:
                     found[f"{arm}.{metric}.{name}"] = comparison[name]
     return found
