@@ -70,7 +70,7 @@ figure svg text {{ fill: var(--ink); }}
 .scroll:focus-visible {{ outline: 2px solid var(--series1); }}
 table {{ border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums;
   overflow-wrap: normal; }}
-caption {{ text-align: left; font-weight: 600; padding-bottom: 6px; }}
+.caption {{ font-size: 14px; font-weight: 600; margin-bottom: 2px; }}
 th, td {{ padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top; }}
 th {{ white-space: nowrap; }}
@@ -124,8 +124,9 @@ TEMPLATE = """<!DOCTYPE html>
 {% endfor %}
 </div>
 {% elif block.kind == "table" %}
-<div class="scroll" role="region" tabindex="0" aria-label="{{ block.caption }}">
-<table><caption>{{ block.caption }}</caption>
+<p class="caption" id="table-{{ block.number }}">{{ block.caption }}</p>
+<div class="scroll" role="region" tabindex="0" aria-labelledby="table-{{ block.number }}">
+<table aria-labelledby="table-{{ block.number }}">
 <thead><tr>{% for column in block.columns %}
 <th scope="col"{% if column.number %} class="number"{% endif %}>{{ column.name }}</th>
 {%- endfor %}</tr></thead>

@@ -121,6 +121,7 @@ class Page:
         self._title, self._lead, self._footer = title, lead, footer
         self._sections = [_Section("")]
         self._figures: dict[str, Figure] = {}
+        self._tables = 0
 
     def section(self, title: str) -> None:
         """Begin a section; what follows belongs to it."""
@@ -174,7 +175,10 @@ class Page:
         named = [
             {"name": name, "number": number} for name, number in zip(columns, numeric, strict=True)
         ]
-        self._add(kind="table", caption=caption, columns=named, rows=shown)
+        self._tables += 1
+        self._add(
+            kind="table", caption=caption, number=self._tables, columns=named, rows=shown
+        )
 
     def figure(
         self, figure: Figure, *, title: str, description: str, caption: str = "", name: str = ""

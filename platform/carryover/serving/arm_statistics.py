@@ -38,7 +38,7 @@ OTHER = "(other)"
 COLUMNS = (
     "requests", "failures",
     "num_ttft", "log_ttft", "num_tpot", "log_tpot", "num_e2e", "log_e2e",
-    "rounds", "accepted",
+    "num_drafted", "rounds", "accepted",
 )  # fmt: skip
 # Products kept over single requests, for the variance that requests would have on their own.
 PRODUCTS = (
@@ -258,7 +258,7 @@ def _columns(seen: Observation) -> np.ndarray:
         return np.array(values + [0.0] * (len(COLUMNS) - 2))
     for value in (seen.ttft_s, seen.tpot_s, seen.e2e_s):
         values += (1.0, math.log(value)) if is_time(value) else (0.0, 0.0)
-    return np.array([*values, seen.rounds, seen.accepted], dtype=float)
+    return np.array([*values, seen.rounds > 0, seen.rounds, seen.accepted], dtype=float)
 
 
 def _mix(number: int) -> int:

@@ -56,7 +56,7 @@ from carryover.serving.sequential import Effect, Sums, effect
 from carryover.serving.time_blocks import FIRST_BLOCK_S, common_grid
 
 MIN_UNITS, MIN_BLOCKS = 20, 10
-_WORDS = {
+WORDS = {
     "acceptance_length": "acceptance length",
     "tpot_s": "TPOT",
     "ttft_s": "TTFT",
@@ -251,7 +251,7 @@ def lacking(
 
 def _requests_of(rule: Metric) -> str:
     """The column that counts the requests a metric is about."""
-    return "num_e2e" if rule.denominator == "rounds" else rule.denominator
+    return "num_drafted" if rule.denominator == "rounds" else rule.denominator
 
 
 def _sums(splits: Sequence[GroupSums], rule: Metric, grid: tuple[int, int]) -> Sums:
@@ -330,7 +330,7 @@ def _sentence(
 ) -> str:
     unit = "points" if metric == "error_rate" else "%"
     value, low, high = (f"{100 * number:+.1f}" for number in shown)
-    word = _WORDS[metric]
+    word = WORDS[metric]
     bounds = f"between {low} and {high} {unit} ({100 * (1 - alpha):.4g}% at all times)"
     if verdict == "inconclusive":
         return f"{arms[1]} against {arms[0]}: {word} {value} {unit}, {bounds}: no difference shown"

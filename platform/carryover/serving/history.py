@@ -60,6 +60,13 @@ class History:
         used = [np.flatnonzero(sums.any(axis=1)) for sums in self._sums.values()]
         return max((int(found[-1]) + 1 for found in used if len(found)), default=0)
 
+    def at_most(self, intervals: int) -> Self:
+        """A copy whose neighbours are merged until it has no more intervals than that."""
+        copy = type(self).from_json(self.to_json())
+        while copy.num_intervals > intervals:
+            copy._double()
+        return copy
+
     def times_s(self) -> np.ndarray:
         """[intervals]: epoch time of each interval's middle."""
         return (self.start_s or 0.0) + (np.arange(self.num_intervals) + 0.5) * self.interval_s
