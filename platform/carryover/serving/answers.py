@@ -29,6 +29,10 @@ class NoAnswer(Exception):
     """An arm's answer that ended before it began."""
 
 
+class NoReplica(Exception):
+    """No replica of an arm took a request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Why an arm did not answer.
@@ -81,6 +85,8 @@ def read_problem(error: BaseException) -> Problem | None:
         error, RayActorError | DeploymentUnavailableError | ReplicaUnavailableError
     ):
         return Problem("down", True, f"its replica is gone ({type(error).__name__})")
+    if isinstance(error, NoReplica):
+        return Problem("down", True, "it has no replica that takes requests")
     if isinstance(error, TimeoutError):
         return Problem("slow", False, "no answer in time")
     if isinstance(error, RayTaskError):

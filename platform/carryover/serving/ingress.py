@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from carryover.serving.admission import Gate, Health, IngressConfig
-from carryover.serving.answers import NoAnswer, Problem, read_problem, read_refusal, usage_of
+from carryover.serving.answers import (
+    NoAnswer,
+    NoReplica,
+    Problem,
+    read_problem,
+    read_refusal,
+    usage_of,
+)
 from carryover.serving.call import OUTCOMES, Call
 from carryover.serving.keys import ApiKey, KeyRing
 from carryover.serving.link import ControlLink
@@ -65,6 +72,8 @@ _SHARED_METADATA = ("input_modality", "max_request_context_length")
 _BODIES = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
 _LONGEST_LABEL = 64
 _PROBE_EVERY_S = 0.5
+# For a replica to take a request; it takes a millisecond where there is one.
+_TAKE_S = 3.0
 # For the controller's first answer; it starts at the same time as the ingress.
 _CONTROLLER_TIMEOUT_S = 60.0
 _ADMIN_TIMEOUT_S = 60.0
@@ -355,8 +364,7 @@ class ArmIngress(OpenAiIngress):
         for attempt in range(min(2, settings.replicas), 0, -1):
             stream = self._method(arm, call.kind).remote(body, call.info)
             try:
-                async with asyncio.timeout(limit_s):
-                    return await stream.__anext__(), stream
+                return await _first_item(stream, limit_s), stream
             except BaseException as error:
                 stream.cancel()
                 error = _read_cancellation(error)
@@ -428,8 +436,7 @@ class ArmIngress(OpenAiIngress):
             body = CompletionRequest(model=arm, prompt="1", max_tokens=1, temperature=0)
             stream = self._method(arm, "completions").remote(body, None)
             try:
-                async with asyncio.timeout(limit_s):
-                    item = await stream.__anext__()
+                item = await _first_item(stream, limit_s, take_s=limit_s)
             except BaseException as error:
                 stream.cancel()
                 if not isinstance(_read_cancellation(error), Exception):
@@ -527,6 +534,32 @@ class ArmIngress(OpenAiIngress):
             "experiment": self._link.traffic.experiment,
         }
         return control.model_copy(update={"id": self._settings.model, "metadata": metadata})
+
+
+async def _first_item(stream: Any, limit_s: float, *, take_s: float = _TAKE_S) -> Any:
+    """First item of an arm's answer.
+
+    Args:
+        stream: Serve's response generator.
+        limit_s: for the item.
+        take_s: for a replica to take the request: Serve waits without end for one that is alive.
+
+    Raises:
+        NoReplica: none took it.
+        TimeoutError: the item did not come.
+    """
+    taken = False
+    try:
+        async with asyncio.timeout(min(take_s, limit_s)) as limit:
+            # Private, but what `__anext__` begins with: Serve tells nowhere else that it waits.
+            await stream._fetch_future_result_async()
+            taken = True
+            limit.reschedule(asyncio.get_running_loop().time() + limit_s)
+            return await stream.__anext__()
+    except TimeoutError:
+        if not taken:
+            raise NoReplica from None
+        raise
 
 
 def _read_cancellation(error: BaseException) -> BaseException:
