@@ -100,7 +100,11 @@ def test_ctrl_c_before_anything_is_finished_leaves_no_figures(tmp_path):
             tmp_path, RuleBackend(stop_at=stop_before(1, KeyboardInterrupt())),
             on_partial=partial.append,
         )  # fmt: skip
-    assert partial == []
+    # one unit is kept for resuming, and one arm of three gives no comparison
+    (result,) = partial
+    assert result.cells == [] and not (result.folder / "report.html").exists()
+    resumed = run_rule_bench(tmp_path, resume=result.folder)
+    assert len(resumed.requests) == 36
 
 
 def test_an_arm_that_dies_ends_the_bench_with_a_clear_error(tmp_path):
@@ -210,4 +214,5 @@ def test_the_record_of_the_start_names_code_machine_and_workload(tmp_path):
     start = json.loads((folder / "bench.json").read_text())
     assert start["provenance"]["packages"]["carryover"]
     assert start["prompts"] == {"chat": 6, "code": 6}
+    assert len(start["config_sha256"]) == 64
     assert start["machine"]["cores"] >= 1 and "load_1_min" in start["machine"]

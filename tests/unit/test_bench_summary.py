@@ -119,6 +119,13 @@ def test_a_speed_up_on_equal_texts_stands_beside_the_whole_one():
     assert compare_arms(ours[1:], theirs, same_text=True).same_text_speedup is None
 
 
+def test_outliers_are_counted_and_stay_in_the_figures():
+    slow = request("a", 3, latency=10.1, wall=1.1)
+    found = summarise_arm("a", [*(request("a", n) for n in range(3)), slow], measured_s=1.0)
+    assert found.outliers == 1 and found.tpot_mean_ms.value == pytest.approx((3 * 100 + 1000) / 4)
+    assert found.metrics()["outliers"] == 1
+
+
 def test_goodput_counts_what_met_every_objective_and_no_failure():
     objective = Objective(ttft_ms=150, e2e_ms=2000)
     requests = [

@@ -15,6 +15,7 @@ from carryover.pages import Card, Page
 if TYPE_CHECKING:
     from carryover.bench.result import BenchResult, Cell
 
+_PROVENANCE = ("provenance", "machine", "prompts_sha256", "config_sha256")
 DEFINITIONS = (
     "Acceptance length is the mean of accepted proposals plus one over rounds: sums over sums "
     "(micro average); the macro average is the mean of the sets. TPOT is the time per output token "
@@ -236,4 +237,4 @@ def plain(interval: Interval | None, digits: int, unit: str = "") -> str:
 
 
 def _provenance(result: BenchResult) -> dict[str, Any]:
-    return {name: result.start.get(name) for name in ("provenance", "machine", "prompts_sha256")}
+    return {name: result.start.get(name) for name in _PROVENANCE}

@@ -150,5 +150,4 @@ def _regime(about: Mapping[str, Any]) -> str | None:
 
 
 def _gpus(result: BenchResult) -> str:
-    hardware = result.start.get("provenance", {}).get("hardware", {})
-    return " ".join(hardware.get("gpus", []))
+    return " ".join(result.start.get("machine", {}).get("gpus", []))

@@ -50,6 +50,7 @@ def record(result: BenchResult, parent: Run, prompts: Sequence[Prompt]) -> None:
     parent.log_input(**workload)
     state = {f"{TAG}valid": result.valid, f"{TAG}partial": result.partial or ""}
     machine = result.start["machine"]
+    state[f"{TAG}config_sha256"] = result.start["config_sha256"]
     parent.set_tags({**state, **{f"{TAG}machine.{name}": v for name, v in machine.items()}})
     if result.counters_agree is not None:
         parent.set_tags({f"{TAG}counters_agree": result.counters_agree})

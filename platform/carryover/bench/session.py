@@ -6,6 +6,7 @@ time budget leave a bench marked partial, and a killed one goes on where it was.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -75,7 +76,8 @@ def run_bench(
         tracker: where to record it: a parent run and a child for each arm and condition; None
             records nothing.
         on_progress: called after every request with requests done, requests in all, and the arm.
-        on_partial: given the result of what is finished when an error or Ctrl-C ends the bench.
+        on_partial: given the result of what is finished when an error or Ctrl-C ends the bench;
+            without cells where no condition has a block that all arms finished.
         resume: folder of a bench that was cut short, to go on with.
 
     Raises:
@@ -114,6 +116,7 @@ def _open(bench: Bench, resume: Path | None) -> Ledger:
     start = {
         **found,
         "prompts": count_categories(bench.prompts),
+        "config_sha256": hashlib.sha256(bench.config.to_yaml().encode()).hexdigest(),
         "provenance": provenance.collect(),
         "machine": machine_state(),
     }
@@ -158,8 +161,8 @@ def _measure(
         write_outputs(result)
         if parent is not None:
             record(result, parent, bench.prompts)
-        if problem is not None and on_partial is not None:
-            on_partial(result)
+    if problem is not None and ledger.done and on_partial is not None:
+        on_partial(result)
     if problem is not None:
         raise problem
     return result

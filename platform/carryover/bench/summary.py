@@ -14,6 +14,8 @@ from carryover.bench.records import Request
 from carryover.bench.statistics import Interval
 
 PERCENTILES = (50, 95, 99)
+# times the median
+OUTLIER = 3.0
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class ArmSummary:
         requests: sent, failed ones included.
         failed: without a whole response.
         cut: responses that ended at the token limit.
+        outliers: whole ones that took over 3 times the median TPOT; they are in every figure.
         output_tokens: of all whole responses.
         measured_s: time in which this arm was being measured.
         output_tokens_per_s: throughput.
@@ -47,6 +50,7 @@ class ArmSummary:
     requests: int
     failed: int
     cut: int
+    outliers: int
     output_tokens: int
     measured_s: float
     output_tokens_per_s: Interval
@@ -68,6 +72,7 @@ class ArmSummary:
         """Flat figures for MLflow, the same keys for every arm; what is not finite is left out."""
         flat = {
             "requests": self.requests, "failed": self.failed, "cut": self.cut,
+            "outliers": self.outliers,
             "output_tokens": self.output_tokens, "measured_s": self.measured_s,
             "num_drafts": self.num_drafts, "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
@@ -163,6 +168,7 @@ def summarise_arm(
     answers = [request.response for request in whole]
     tokens = [answer.output_tokens for answer in answers]
     tpots_ms = [1000 * value for request in whole if (value := request.tpot_s) is not None]
+    median = statistics.percentiles(tpots_ms, (50,))[0]
     rounds = _acceptance(whole)
     by_set = {}
     groups = _by_set(requests)
@@ -178,6 +184,7 @@ def summarise_arm(
         requests=len(requests),
         failed=len(requests) - len(whole),
         cut=sum(answer.finish == "length" for answer in answers),
+        outliers=sum(value > OUTLIER * median for value in tpots_ms),
         output_tokens=sum(tokens),
         measured_s=measured_s,
         output_tokens_per_s=statistics.ratio_of_sums(tokens, [r.wall_s for r in whole]),

@@ -194,6 +194,11 @@ def notes_on(
         whole = summary.requests - summary.failed
         if whole and summary.cut == whole and not ignore_eos:
             cut.append(arm)
+        if summary.outliers:
+            said.append(
+                f"{arm}: {summary.outliers} of {whole} requests took over 3 times the median "
+                "time per token; they are in every figure"
+            )
         if summary.failed:
             said.append(
                 f"{arm}: {summary.failed} of {summary.requests} requests failed; they are in "
