@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import ray
 from ray import tune
 from ray.tune.search import Searcher
 
@@ -76,32 +75,6 @@ class Listener(Protocol):
 
     def ended(self, task: Task, end: TrialEnd) -> None:
         """A trial ended, however."""
-
-
-class Board:
-    """Where trials ask whether to go on; an actor on the driver's node."""
-
-    def __init__(self) -> None:
-        self._stopped: set[str] = set()
-
-    def stop(self, name: str) -> None:
-        """Ask a trial to end after the part that it has just reported."""
-        self._stopped.add(name)
-
-    def is_stopped(self, name: str) -> bool:
-        """Whether a trial was asked to; forgets the question once it was answered."""
-        if name in self._stopped:
-            self._stopped.remove(name)
-            return True
-        return False
-
-
-def make_board() -> ray.actor.ActorHandle:
-    """A board where no other node's end can take it away."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
 
 
 def report(kind: str, **news: Any) -> None:

@@ -17,13 +17,11 @@ from sweeps.conductor import Listener, Task
 from sweeps.halving import rate_under_limit, why_stop
 from sweeps.ledger import Ledger, TrialEnd, write_whole
 from sweeps.listeners import Listeners
-from sweeps.loading import CONFIG_FILE
+from sweeps.loading import CONFIG_FILE, open_ledger
 from sweeps.measuring import measure_function
 from sweeps.records import Records, recorded
 from sweeps.search import Listed, OptunaSearch, Search, Wait, sample, score_of
 from sweeps.settings import (
-    THROUGHPUT,
-    TPOT,
     Load,
     Measurement,
     Setting,
@@ -32,19 +30,7 @@ from sweeps.settings import (
 )
 from sweeps.tuning import RunFigures, connected, run_tasks, smallest_node_cpus
 
-ACCEPTANCE = "acceptance_length"
-# of each measurement, in memory
-KEPT = (THROUGHPUT, f"{THROUGHPUT}.low", f"{THROUGHPUT}.high", TPOT, ACCEPTANCE)
 CPUS_BESIDE_GPU = 4.0
-
-
-def open_ledger(config: SweepConfig) -> Ledger:
-    """What the sweep's folder holds.
-
-    Raises:
-        ConfigError: it holds another sweep.
-    """
-    return Ledger(config.out, config.identity(), kept=KEPT, part=("temperature", "concurrency"))
 
 
 def run(

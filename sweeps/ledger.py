@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from carryover.errors import ConfigError
-from carryover.training.config import changed_settings
 
 # done: all measured. stopped: early. failed: for good. died: its process or node; tried again.
 Outcome = Literal["done", "stopped", "failed", "died"]
@@ -92,8 +91,11 @@ class Ledger:
                     {name: each[name] for name in before[key].keys() & now[key].keys()}
                     for each in (before[key], now[key])
                 )
-        lines = changed_settings(before, now)
-        if lines:
+        if before != now:
+            # brings torch, which nothing else here needs
+            from carryover.training.config import changed_settings
+
+            lines = changed_settings(before, now)
             raise ConfigError(
                 f"{self.folder} holds a sweep with other settings:\n  "
                 + "\n  ".join(lines)

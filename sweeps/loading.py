@@ -1,17 +1,23 @@
-"""Finds a sweep's configuration: a file, or the folder of a sweep that is to go on."""
+"""Finds a sweep's configuration, a file or in an earlier sweep's folder, and opens that folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from carryover.config import read_yaml
 from carryover.errors import ConfigError
-from sweeps.settings import SweepConfig
-from sweeps.training_settings import TrainingSweepConfig
+from sweeps.ledger import Ledger
+from sweeps.settings import THROUGHPUT, TPOT, SweepConfig
+
+if TYPE_CHECKING:
+    from sweeps.training_settings import TrainingSweepConfig
 
 SWEEPS = Path("runs/sweeps")
 CONFIG_FILE = "sweep.yaml"
+# figures of each measurement that stay in memory
+KEPT = (THROUGHPUT, f"{THROUGHPUT}.low", f"{THROUGHPUT}.high", TPOT, "acceptance_length")
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> SweepConfig | TrainingSweepConfig:
@@ -20,8 +26,12 @@ def load(path: Path, overrides: Iterable[str] = ()) -> SweepConfig | TrainingSwe
     Raises:
         ConfigError: no such file, or it is not valid.
     """
-    kind = TrainingSweepConfig if "train" in read_yaml(path) else SweepConfig
-    return kind.load(path, overrides=overrides)
+    if "train" not in read_yaml(path):
+        return SweepConfig.load(path, overrides=overrides)
+    # brings torch
+    from sweeps.training_settings import TrainingSweepConfig
+
+    return TrainingSweepConfig.load(path, overrides=overrides)
 
 
 def folder_of(name: str) -> Path:
@@ -38,3 +48,12 @@ def folder_of(name: str) -> Path:
         f"no sweep {name!r}: neither {SWEEPS / name} nor {name} holds a {CONFIG_FILE}; "
         + (f"{SWEEPS} holds: {', '.join(known)}" if known else f"{SWEEPS} holds none")
     )
+
+
+def open_ledger(config: SweepConfig) -> Ledger:
+    """What the sweep's folder holds.
+
+    Raises:
+        ConfigError: it holds another sweep.
+    """
+    return Ledger(config.out, config.identity(), kept=KEPT, part=("temperature", "concurrency"))

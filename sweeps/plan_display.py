@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from math import log10
 from pathlib import Path
-from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
 from carryover.data.prompts import read_prompts
 from carryover.errors import ConfigError
-from sweeps.decoding import open_ledger as open_decoding
 from sweeps.durations import show_duration
 from sweeps.ledger import Ledger
-from sweeps.loading import CONFIG_FILE, load
-from sweeps.plan import Forecast, Parts, forecast, makespan, measured_parts
+from sweeps.loading import CONFIG_FILE, load, open_ledger
+from sweeps.plan import Forecast, Parts, forecast, measured_parts
 from sweeps.search import sample
 from sweeps.settings import Load, Setting, SweepConfig, settings_of
-from sweeps.training import open_ledger as open_training
-from sweeps.training_settings import FINAL, TrainingSweepConfig, trainings_of
 
 # settings that are listed one by one
-_LISTED = 24
+LISTED = 24
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def show_plan(
-    config: SweepConfig | TrainingSweepConfig,
+    config: SweepConfig,
     *,
     source: Path | None,
     slots: int | None,
@@ -47,29 +43,26 @@ def show_plan(
         ConfigError: `source` has measured nothing to plan with.
     """
     out = console or Console()
-    if isinstance(config, TrainingSweepConfig):
-        _show_training(config, slots or config.resources.max_concurrent or 1, price_per_hour, out)
-        return
     each = config.serve.engine.tensor_parallel_size * config.serve.resources.replicas
     each = each if config.serve.resources.device == "gpu" else 1
     at_once = max(1, slots // each) if slots else config.resources.max_concurrent or 1
     ledger = _existing(config)
     missing = missing_of(config, ledger)
-    _say(out, f"sweep {config.out.name}, target {config.serve.target}, {config.search.kind} search")
+    say(out, f"sweep {config.out.name}, target {config.serve.target}, {config.search.kind} search")
     _list(out, config, missing)
     done = 0 if ledger is None else sum(len(parts) for parts in ledger.figures.values())
     measurements = sum(len(loads) for _, loads in missing)
-    _say(
+    say(
         out,
         f"{len(missing):,} engines, {measurements:,} measurements "
         f"({len(config.temperatures)} temperatures x {len(config.concurrencies)} concurrencies), "
         f"{at_once} at a time; {done:,} measurements are there",
     )
     if config.early_stop is not None:
-        _say(out, "early stopping is on, so this is the most that it can come to")
+        say(out, "early stopping is on, so this is the most that it can come to")
     parts = _parts(config, ledger, source)
     if parts is None:
-        _say(
+        say(
             out,
             "how long: not known, as nothing like it was measured yet; run it for a while "
             "(platform sweep --budget 10m), or give --measured NAME of another sweep",
@@ -106,7 +99,7 @@ def missing_of(config: SweepConfig, ledger: Ledger | None) -> list[tuple[Setting
 
 def _existing(config: SweepConfig) -> Ledger | None:
     """The ledger of a sweep that was begun; looking at a plan must not begin one."""
-    return open_decoding(config) if (config.out / CONFIG_FILE).exists() else None
+    return open_ledger(config) if (config.out / CONFIG_FILE).exists() else None
 
 
 def _parts(config: SweepConfig, ledger: Ledger | None, source: Path | None) -> Parts | None:
@@ -115,7 +108,7 @@ def _parts(config: SweepConfig, ledger: Ledger | None, source: Path | None) -> P
     other = load(source / CONFIG_FILE, [f"out={source.absolute()}"])
     parts = None
     if isinstance(other, SweepConfig):
-        parts = measured_parts(other, open_decoding(other.absolute()))
+        parts = measured_parts(other, open_ledger(other.absolute()))
     if parts is None:
         raise ConfigError(f"{source} has measured no engine with requests to plan with")
     return parts
@@ -129,12 +122,12 @@ def _list(out: Console, config: SweepConfig, missing: list[tuple[Setting, list[L
     table = Table(box=None, pad_edge=False)
     for name in ("engine", "drafter", "loads to measure"):
         table.add_column(name)
-    for setting, loads in missing[:_LISTED]:
+    for setting, loads in missing[:LISTED]:
         shown = "all" if len(loads) == len(config.loads()) else ", ".join(x.title for x in loads)
         table.add_row(setting.name, setting.drafter or "none", shown)
     out.print(table, highlight=False)
-    if len(missing) > _LISTED:
-        _say(out, f"... and {len(missing) - _LISTED:,} more")
+    if len(missing) > LISTED:
+        say(out, f"... and {len(missing) - LISTED:,} more")
 
 
 def _show_forecast(
@@ -162,52 +155,18 @@ def _show_forecast(
     table.add_row("scheduling of a trial", f"{parts.overhead_s:.1f} s", "slot time between trials")
     table.add_row("stored for a request", _size(parts.request_bytes), "")
     out.print(table, highlight=False)
-    _say(out, f"one engine, all loads, {prompts:,} prompts each: {show_duration(found.trial_s)}")
-    _say(out, f"time: {show_duration(found.wall_s)} on {slots * each:,} GPUs or machines")
+    say(out, f"one engine, all loads, {prompts:,} prompts each: {show_duration(found.trial_s)}")
+    say(out, f"time: {show_duration(found.wall_s)} on {slots * each:,} GPUs or machines")
     use = found.busy_s / (found.wall_s * slots) if found.wall_s else 0.0
     hours = found.wall_s / 3600 * slots * each
-    _say(out, f"reserved: {hours:,.1f} GPU or machine hours, of which {use:.0%} in trials")
+    say(out, f"reserved: {hours:,.1f} GPU or machine hours, of which {use:.0%} in trials")
     if price_per_hour is not None:
-        _say(out, f"cost: {hours * price_per_hour:,.0f} at {price_per_hour:g} an hour")
+        say(out, f"cost: {hours * price_per_hour:,.0f} at {price_per_hour:g} an hour")
     sizes = ", ".join(f"{name} {_size(size)}" for name, size in found.stored_bytes.items())
-    _say(out, f"storage: {_size(sum(found.stored_bytes.values()))} ({sizes})")
+    say(out, f"storage: {_size(sum(found.stored_bytes.values()))} ({sizes})")
     if found.extrapolated:
         listed = ", ".join(map(str, found.extrapolated))
-        _say(out, f"note: nothing was measured near {listed} clients; they count as the nearest")
-
-
-def _show_training(
-    config: TrainingSweepConfig, slots: int, price_per_hour: float | None, out: Console
-) -> None:
-    ledger = open_training(config) if (config.out / CONFIG_FILE).exists() else None
-    every = trainings_of(config)
-    if config.search.kind != "grid":
-        every = sample(every, config.search)
-    left = [
-        training
-        for training in every
-        if ledger is None
-        or not (ledger.is_over(training.name) or ledger.has(training.name, (FINAL,)))
-    ]
-    _say(out, f"training sweep {config.out.name}, {config.search.kind} search")
-    for training in left[:_LISTED]:
-        _say(out, "  " + ", ".join(f"{key} {value}" for key, value in training.values))
-    if len(left) > _LISTED:
-        _say(out, f"... and {len(left) - _LISTED:,} more")
-    _say(out, f"{len(left)} of {len(every)} trainings, {slots} at a time")
-    took = [] if ledger is None else [e.wall_s for e in ledger.trials() if e.outcome == "done"]
-    if not took:
-        _say(out, "how long: not known, as none of them was trained yet; run it for a while "
-                  "(platform sweep --budget 10m)")  # fmt: skip
-        return
-    each_s = median(took)
-    wall_s = makespan([each_s] * len(left), slots)
-    _say(out, f"one training: {show_duration(each_s)} (median of {len(took)})")
-    _say(out, f"time: {show_duration(wall_s)} at most")
-    if price_per_hour is not None:
-        workers = config.train.resources.num_workers
-        cost = wall_s / 3600 * slots * workers * price_per_hour
-        _say(out, f"cost: {cost:,.0f} at {price_per_hour:g} an hour for each worker")
+        say(out, f"note: nothing was measured near {listed} clients; they count as the nearest")
 
 
 def _size(size: float) -> str:
@@ -215,5 +174,6 @@ def _size(size: float) -> str:
     return f"{size / 1000**power:.3g} {_UNITS[power]}"
 
 
-def _say(out: Console, text: str) -> None:
+def say(out: Console, text: str) -> None:
+    """Print a line as it is."""
     out.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -19,7 +19,8 @@ from ray.tune.schedulers import FIFOScheduler
 
 from carryover.errors import ServingError, UserError
 from jobs.ray_cluster import start_ray
-from sweeps.conductor import Conductor, Listener, Plan, make_board, report
+from sweeps.board import make_board
+from sweeps.conductor import Conductor, Listener, Plan, report
 from sweeps.ledger import Ledger, append_line
 
 # tells Tune to leave Ctrl-C to us, to write no files for tools that are not used, and not to print

@@ -7,9 +7,9 @@ import yaml
 from typer.testing import CliRunner
 
 from carryover.errors import ConfigError
-from sweeps.decoding import open_ledger
 from sweeps.durations import parse_duration, show_duration
 from sweeps.ledger import TrialEnd, append_line
+from sweeps.loading import open_ledger
 from sweeps.plan import Parts, forecast, makespan, measured_parts
 from sweeps.plan_display import missing_of
 from sweeps.settings import Load, Measurement, SweepConfig, settings_of

@@ -134,13 +134,19 @@ def plan(
 
     Times and sizes are those that were measured: by this sweep so far, or by another one.
     """
+    from sweeps.loading import folder_of
+    from sweeps.settings import SweepConfig
+
+    settings = _load(config, overrides, resume).absolute()
+    if not isinstance(settings, SweepConfig):
+        from sweeps.training_plan_display import show_training_plan
+
+        show_training_plan(settings, slots=gpus, price_per_hour=gpu_hour)
+        return
     from sweeps.plan_display import show_plan
 
-    from sweeps.loading import folder_of
-
-    settings = _load(config, overrides, resume)
     source = None if measured is None else folder_of(measured)
-    show_plan(settings.absolute(), source=source, slots=gpus, price_per_hour=gpu_hour)
+    show_plan(settings, source=source, slots=gpus, price_per_hour=gpu_hour)
 
 
 def report(
@@ -179,8 +185,9 @@ def _run_decoding(
 ) -> None:
     from carryover.commands.sweep_display import SweepView
     from carryover.tracking import Tracker
-    from sweeps.decoding import DecodingPlan, open_ledger
+    from sweeps.decoding import DecodingPlan
     from sweeps.decoding import run as run_sweep
+    from sweeps.loading import open_ledger
 
     ledger = open_ledger(settings)
     planned = DecodingPlan(settings, ledger)
@@ -201,7 +208,7 @@ def _answer_decoding(settings: SweepConfig) -> None:
     """Print the answer, and write the page and the recommended application."""
     from carryover.commands.sweep_display import show_choices, show_crossings
     from sweeps.answer import application_for, points_of, recommend
-    from sweeps.decoding import open_ledger
+    from sweeps.loading import open_ledger
     from sweeps.page import write_page
 
     ledger = open_ledger(settings)
