@@ -88,6 +88,7 @@ def serve_and_bench(
                 temperature=load.temperature,
                 seed=config.seed,
                 out=config.out / "requests" / setting.name,
+                report=False,  # a sweep has a report of its own
             )
             result = online.run(bench)
             stored = sum(f.stat().st_size for f in result.folder.rglob("*") if f.is_file())

@@ -7,6 +7,8 @@ import pytest
 from bench_backends import ARMS, RuleBackend, run_rule_bench
 
 from carryover.bench.records import Condition
+from carryover.bench.session import default_block_size
+from carryover.bench.workload import in_turns
 from carryover.errors import ConfigError, ServingError
 
 
@@ -202,6 +204,27 @@ def test_a_budget_that_was_guessed_too_large_stops_between_blocks(tmp_path, monk
     assert "time budget ended before block 3 of 4" in result.partial
     assert {r.arm for r in result.requests} == set(ARMS)
     assert len(result.requests) == 12
+
+
+def test_a_budget_never_ends_while_a_block_is_finished_on_some_arms_alone(tmp_path, monkeypatch):
+    class Turns(Slow):
+        def order(self, plan):
+            return in_turns(plan, turns=1)
+
+    backend = Turns(monkeypatch)
+
+    def slower(unit):
+        backend.now += 30.0 if unit.block >= 0 else 0.0
+
+    backend.stop_at = slower
+    result = run_rule_bench(tmp_path, backend, budget_s=60, block_size=2)
+    assert result.partial is None and len(result.requests) == 3 * 8
+
+
+def test_blocks_are_long_enough_for_their_load():
+    assert default_block_size([Condition()]) == 8
+    assert default_block_size([Condition(concurrency=1), Condition(concurrency=32)]) == 128
+    assert default_block_size([Condition(concurrency=None, rate=2.5)]) == 50
 
 
 def test_a_budget_that_fits_nothing_is_refused_with_its_reason(tmp_path, monkeypatch):

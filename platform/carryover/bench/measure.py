@@ -74,7 +74,8 @@ def measure(
         plan: in this order.
         backend: who answers; prepared.
         ledger: keeps what is finished.
-        deadline_s: by `time.monotonic`: no block begins after it, but the first one.
+        deadline_s: by `time.monotonic`: no block begins after it, but the first one, and those
+            that some arms have finished.
         on_progress: called after every request.
 
     Returns:
@@ -90,7 +91,7 @@ def measure(
         if unit.key in ledger.done:
             continue
         overdue = deadline_s is not None and time.monotonic() > deadline_s
-        if unit.block != block and overdue and ledger.done:
+        if unit.block != block and overdue and _may_stop(plan, ledger):
             blocks = len({each.block for each in plan})
             return f"the time budget ended before block {unit.block + 1} of {blocks}"
         block = unit.block
@@ -114,6 +115,13 @@ def measure(
             unit, make_requests(unit, answers), wall_s=answers.wall_s, counted=answers.counted
         )
     return None
+
+
+def _may_stop(plan: Sequence[Unit], ledger: Ledger) -> bool:
+    """Whether something is finished, and no block on some arms or conditions alone."""
+    finished = {unit.block for unit in plan if unit.key in ledger.done}
+    missing = {unit.block for unit in plan if unit.key not in ledger.done}
+    return bool(finished) and not finished & missing
 
 
 def _looks_dead(responses: Sequence[Response]) -> bool:
@@ -188,7 +196,7 @@ def fit_budget(
             f"categories: all arms and conditions take about {per_prompt_s:.1f} s per prompt; "
             "raise --budget, lower --max-tokens, or measure fewer conditions"
         )
-    count = min(len(prompts), fits - fits % categories)
+    count = len(prompts) if fits >= len(prompts) else fits - fits % categories
     found = {
         "budget_s": budget_s, "trial_s": time.monotonic() - started_s,
         "seconds_per_prompt": per_prompt_s, "prompts": count, "of_prompts": len(prompts),

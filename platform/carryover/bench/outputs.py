@@ -14,9 +14,10 @@ def write_outputs(result: BenchResult) -> None:
     """Write everything that is made from a result into its folder."""
     # the rows first: a report that fails must not take them along
     write_requests(result.requests, result.folder / ROWS)
-    from carryover.bench.html import write_report
+    if result.config.report:
+        from carryover.bench.html import write_report
 
-    write_report(result, result.folder / PAGE)
+        write_report(result, result.folder / PAGE)
 
 
 def output_files(result: BenchResult) -> list[Path]:

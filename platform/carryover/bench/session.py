@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -36,6 +37,9 @@ from carryover.bench.workload import (
 from carryover.data.prompts import Prompt
 from carryover.errors import ServingError
 from carryover.tracking import Run, Tracker
+
+# an open loop begins with an idle server, and needs time to fill it
+ARRIVALS_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -185,12 +189,18 @@ def _plan(
         prompts = prompts[: ledger.start["budget"]["prompts"]]
         spent_s = sum(measured.wall_s for measured in ledger.done.values())
         deadline_s = started_s + config.budget_s - spent_s
-    clients = max(condition.concurrency or 1 for condition in bench.conditions)
-    size = config.block_size or max(8, 4 * clients)
+    size = config.block_size or default_block_size(bench.conditions)
     plan = make_plan(prompts, arms, bench.conditions, block_size=size, seed=config.seed)
     missing = [unit for unit in plan if unit.key not in ledger.done]
     backend.prepare(list(dict.fromkeys(unit.arm for unit in missing)), bench.conditions)
     return backend.order(plan), deadline_s
+
+
+def default_block_size(conditions: Sequence[Condition]) -> int:
+    """Prompts per block: enough that a block's beginning and end are little of it."""
+    clients = max(condition.concurrency or 1 for condition in conditions)
+    rate = max(condition.rate or 0.0 for condition in conditions)
+    return max(8, 4 * clients, ceil(ARRIVALS_S * rate))
 
 
 def explain_differences(

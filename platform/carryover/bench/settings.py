@@ -66,7 +66,9 @@ class BenchConfig(Config):
         default=None, description="arm of gains; null: `baseline`, or the first with a drafter"
     )
     block_size: int | None = Field(
-        default=None, ge=1, description="prompts per block; null: 4 per client, at least 8"
+        default=None,
+        ge=1,
+        description="prompts per block; null: 4 per client, 20 s of arrivals, at least 8",
     )
     num_warmup: int | None = Field(
         default=None, ge=0, description="requests per arm that are not measured; null: 1 per client"
@@ -86,5 +88,6 @@ class BenchConfig(Config):
     max_ties: int = Field(
         default=32, ge=0, description="differing texts per arm and condition that are looked into"
     )
+    report: bool = Field(default=True, description="write report.html and its figures")
     seed: int = Field(default=0, description="of the choice and order of prompts and arms")
     out: Path = Field(default=Path("runs/bench"), description="folder for the results")
