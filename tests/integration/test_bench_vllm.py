@@ -173,7 +173,7 @@ def test_offline_arms_stand_side_by_side_and_give_the_targets_text(engines):
     result = offline.run(engines)
     assert result.valid and result.partial is None, result.findings
     assert (result.reference, result.baseline) == ("autoregressive", "baseline")
-    assert [cell.condition.title for cell in result.cells] == ["T=0 c=1", "T=1 c=1"]
+    assert [cell.condition.title for cell in result.cells] == ["T=0", "T=1"]
     greedy = result.cells[0]
     assert {arm: c.differing for arm, c in greedy.comparisons.items()} == {
         "baseline": 0, "carryover": 0,
@@ -215,7 +215,7 @@ def test_an_engine_that_dies_is_a_clear_error_and_one_at_a_time_goes_on(engines,
     monkeypatch.undo()
     (folder,) = [
         path for path in Path(config.out).iterdir()
-        if json.loads((path / "bench.json").read_text())["conditions"] == ["T=0 c=1"]
+        if json.loads((path / "bench.json").read_text())["conditions"] == ["T=0"]
     ]  # fmt: skip
     finished = (folder / "units.jsonl").read_text()
     assert finished.count("\n") == 2

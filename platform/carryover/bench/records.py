@@ -35,7 +35,9 @@ class Condition:
 
     @property
     def title(self) -> str:
-        """Short and unique in a bench, such as `T=0 c=4`."""
+        """Short and unique in a bench, such as `T=0 c=4`; offline the load is always the same."""
+        if self.mode == "offline":
+            return f"T={self.temperature:g}"
         load = f"c={self.concurrency}" if self.rate is None else f"rate={self.rate:g}/s"
         return f"T={self.temperature:g} {load}"
 

@@ -55,8 +55,8 @@ def result_table(result: BenchResult, cell: Cell | None = None) -> Table:
 def set_table(result: BenchResult, cell: Cell) -> Table:
     """One row per set: acceptance length and speed-up of each arm; micro and macro at the end."""
     table = Table(
-        title=f"by set, {cell.condition.title}", title_justify="left", box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        title=f"by set, {cell.condition.load}, T={cell.condition.temperature:g}",
+        title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
     )  # fmt: skip
     table.add_column("set")
     table.add_column("prompts", justify="right")
@@ -72,20 +72,20 @@ def set_table(result: BenchResult, cell: Cell) -> Table:
                   for c in cell.comparisons.values()]  # fmt: skip
         table.add_row(
             name, str(part.requests),
-            *(show_interval(length, 2) for length in lengths),
-            *(show_interval(speed, 2, "x") for speed in speeds),
+            *(_stacked(length, 2) for length in lengths),
+            *(_stacked(speed, 2, "x") for speed in speeds),
         )  # fmt: skip
     table.add_section()
     total = str(first.requests)
     table.add_row(
         "micro average", total,
-        *(show_interval(cell.summaries[arm].acceptance_length, 2) for arm in speculating),
-        *(show_interval(c.speedup, 2, "x") for c in cell.comparisons.values()),
+        *(_stacked(cell.summaries[arm].acceptance_length, 2) for arm in speculating),
+        *(_stacked(c.speedup, 2, "x") for c in cell.comparisons.values()),
     )  # fmt: skip
     table.add_row(
         "macro average", total,
-        *(show_interval(cell.summaries[arm].acceptance_length_macro, 2) for arm in speculating),
-        *(show_interval(c.speedup_macro, 2, "x") for c in cell.comparisons.values()),
+        *(_stacked(cell.summaries[arm].acceptance_length_macro, 2) for arm in speculating),
+        *(_stacked(c.speedup_macro, 2, "x") for c in cell.comparisons.values()),
     )  # fmt: skip
     return table
 
@@ -177,6 +177,11 @@ def show_interval(interval: Interval | None, digits: int, unit: str = "") -> str
     if interval.bounded:
         text += f" [dim]\\[{interval.low:,.{digits}f}, {interval.high:,.{digits}f}][/]"
     return text
+
+
+def _stacked(interval: Interval | None, digits: int, unit: str = "") -> str:
+    """The same with the interval below the figure, for tables of many columns."""
+    return show_interval(interval, digits, unit).replace(" [dim]", "\n[dim]")
 
 
 def show_milliseconds(values: Sequence[float]) -> str:
