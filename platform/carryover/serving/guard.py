@@ -27,9 +27,9 @@ means that more than 5% of the answers exceed it, whatever the distribution of l
 acceptance floor by the self-normalised sum of what each group of keys falls short (de la Peña 1999:
 P(S >= x sqrt(sum of squares)) <= exp(-x^2 / 2) for symmetric terms). The j-th evaluation may err
 with a chance of alpha / (rules x arms x j (j + 1)), which sums to alpha over any number of
-evaluations. That costs little: an arm that fails every request is caught after 4 of them at the
-first evaluation and after 9 a day later, at the default limit of 5%. Requests are taken as
-independent here; one that errs does so on the side of the control arm.
+evaluations. That costs little: at the default limit of 5% an arm that fails every request is
+caught after 5 of them (the fewest that count) at first, and after 8 on the second day. Requests are
+taken as independent here; a rule that errs does so on the side of the control arm.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ from carryover.serving.sequential import Effect, Sums, effect
 from carryover.serving.time_blocks import FIRST_BLOCK_S, common_grid
 
 MIN_UNITS, MIN_BLOCKS = 20, 10
+# One client's broken request, sent twice, must not end an experiment.
+MIN_WINDOW = 5
 WORDS = {
     "acceptance_length": "acceptance length",
     "tpot_s": "TPOT",
@@ -99,9 +101,10 @@ class Comparison:
     `control` and `treatment` are the arms' values, averaged over splits in the same way;
     `estimate`, `low` and `high` the difference treatment - control in the metric's unit;
     `relative`, `relative_low`, `relative_high` the same as a share of the control's value (0.1 is
-    +10%). For the error rate the difference is what is tested, for others the relative change. NaN
-    where nothing can be said. `n_control` and `n_treatment` are the requests used; `alpha` is this
-    comparison's own. `why` is one sentence.
+    +10%). For the error rate the difference is what is tested, for others the relative change.
+    Bounds are NaN where there is too little for a verdict, the values too where there is nothing.
+    `n_control` and `n_treatment` are the requests used; `alpha` is this comparison's own. `why` is
+    one sentence.
     """
 
     metric: str
@@ -279,18 +282,18 @@ def _conclude(
 ) -> Comparison:
     rule = METRICS[metric]
     value, half, level = float(found.value), float(found.half_width), float(found.control)
-    low, high = value - half, value + half
+    why = _too_little(metric, found, arms=arms, counts=counts)
+    low, high = (math.nan, math.nan) if why else (value - half, value + half)
     if rule.relative:
         control = math.exp(level)
         relative = [math.expm1(min(number, 700.0)) for number in (value, low, high)]
         absolute = [control * number for number in relative]
     else:
         control = level
-        low, high = max(low, -1.0), min(high, 1.0)
-        absolute = [value, low, high]
+        # A comparison with NaN is false, so NaN stays.
+        absolute = [value, -1.0 if low < -1 else low, 1.0 if high > 1 else high]
         relative = [number / control if control > 0 else math.nan for number in absolute]
-    verdict, why = "inconclusive", _too_little(metric, found, arms=arms, counts=counts)
-    shown = relative if rule.relative else absolute
+    verdict, shown = "inconclusive", relative if rule.relative else absolute
     if not why:
         if low > 0 or high < 0:
             verdict = "better" if (low > 0) == rule.more_is_better else "worse"
@@ -339,7 +342,9 @@ def _sentence(
 
 def _binomial_tail(count: int, total: int, limit: float) -> float:
     """Chance of so many or more if each happens with the limit's chance."""
-    return float(bdtrc(count - 1, total, limit)) if 0 < count <= total else 1.0
+    if count == 0 or total < MIN_WINDOW:
+        return 1.0
+    return float(bdtrc(count - 1, total, limit))
 
 
 def _test_error_rate(recent: np.ndarray, limit: float) -> tuple[float, float, str]:
