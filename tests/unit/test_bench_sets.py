@@ -52,11 +52,11 @@ def test_the_evaluation_files_format_is_read_with_its_categories(tmp_path):
     assert (prompt.category, prompt.source) == ("qa", "spec-bench")
 
 
-def test_each_file_of_a_folder_is_a_set_with_ids_of_its_own(tmp_path):
+def test_files_of_a_folder_are_sets_unless_their_rows_tell_with_ids_of_their_own(tmp_path):
     write(tmp_path / "one.jsonl", [{"id": 0, "prompt": "a"}, {"id": 1, "prompt": "b"}])
     write(tmp_path / "two.jsonl", [{"id": 0, "prompt": "c", "category": "x"}])
     prompts = read_workload(str(tmp_path))
-    assert count_categories(prompts) == {"one": 2, "two": 1}
+    assert count_categories(prompts) == {"one": 2, "x": 1}
     assert len({prompt.id for prompt in prompts}) == 3
 
 

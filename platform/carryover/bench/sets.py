@@ -2,8 +2,8 @@
 
 A workload is one of
 
-    FILE or FOLDER             as everywhere (`data.prompts`); of a folder of JSON lines files, each
-                               file is a set, called as the file
+    FILE or FOLDER             as everywhere (`data.prompts`); in a folder of JSON lines files, rows
+                               without a category are of a set that is called as their file
     RedHatAI/speculator_benchmarks   the Red Hat speculator benchmark: every set that it has
     speculator-benchmarks:qa,rag     the same, only these sets
     paper-844                  the eight sets and 844 prompts of the paper, or an error
@@ -24,7 +24,7 @@ from typing import Any
 
 from carryover.bench.workload import count_categories
 from carryover.data.lines import read_json_lines
-from carryover.data.prompts import Prompt, parse_prompt, read_prompts
+from carryover.data.prompts import DEFAULT_CATEGORY, Prompt, parse_prompt, read_prompts
 from carryover.data.store import is_store
 from carryover.errors import ConfigError, DataError
 
@@ -78,9 +78,9 @@ def read_workload(name: str, *, folder: Path | None = None) -> list[Prompt]:
         )
     path = Path(name).expanduser()
     if path.is_dir() and not is_store(path) and (files := sorted(path.glob("*.jsonl"))):
-        return _join([_read_set(file, file.stem) for file in files])
+        return _join([_read_set(file, file.stem, category=file.stem) for file in files])
     if path.suffix in (".jsonl", ".json", ".ndjson") and path.is_file():
-        return _read_set(path, path.stem, keep_categories=True)
+        return _read_set(path, path.stem, category=DEFAULT_CATEGORY)
     return read_prompts(name)
 
 
@@ -112,7 +112,13 @@ def _read_speculator_sets(names: Sequence[str], folder: Path | None) -> list[Pro
                 f"{folder} has no {', '.join(f'{name}.jsonl' for name in missing)}; "
                 f"give a whole copy of {HUB_NAME}"
             )
-        return _join([_read_set(folder / f"{name}.jsonl", name) for name in names])
+        sets = [_read_set(folder / f"{name}.jsonl", name) for name in names]
+        return _join(
+            [
+                [replace(prompt, category=name) for prompt in prompts]
+                for name, prompts in zip(names, sets, strict=True)
+            ]
+        )
     return _join([_read_hub_set(name) for name in names])
 
 
@@ -133,13 +139,16 @@ def _read_hub_set(name: str) -> list[Prompt]:
     ]
 
 
-def _read_set(path: Path, name: str, *, keep_categories: bool = False) -> list[Prompt]:
+def _read_set(path: Path, name: str, *, category: str = DEFAULT_CATEGORY) -> list[Prompt]:
+    """Prompts of a file, those without a category in this one."""
     rows = read_json_lines(path)
     prompts = [_parse(row, f"{path}, line {number}", name) for number, row in rows]
     if not prompts:
         raise DataError(f"{path} holds no prompts")
-    if not keep_categories:
-        prompts = [replace(prompt, category=name) for prompt in prompts]
+    prompts = [
+        replace(prompt, category=category) if prompt.category == DEFAULT_CATEGORY else prompt
+        for prompt in prompts
+    ]
     return _join([prompts])
 
 
