@@ -122,7 +122,7 @@ def test_set_show_and_log(traffic, endpoint):
     )
     endpoint.see(baseline=90, carryover=60)
     shown = traffic("show")
-    assert "[-100.0, > +1000]" in shown
+    assert "10 are needed" in shown, "too short a time for bounds"
     lines = shown.splitlines()
     assert lines[0].startswith("may  running  split 2")
     table = {line.split("  ")[0]: line.split() for line in lines}
