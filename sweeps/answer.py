@@ -145,8 +145,7 @@ def recommend(config: SweepConfig, points: Iterable[Point]) -> Setting | None:
 
 def application_for(config: SweepConfig, setting: Setting) -> ServeConfig:
     """An application that serves a setting, beside decoding without a drafter if that was swept."""
-    chosen = setting.served()
-    plain = [arm for arm in config.serve.arms if arm.drafter is None and arm.name != chosen.name]
+    plain = [arm for arm in config.serve.arms if arm.drafter is None and arm.name != setting.arm]
     return setting.application(config.serve, beside=plain[:1])
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from carryover.errors import ConfigError, ServingError
 from carryover.serving.config import ServeConfig, check_drafters
+from carryover.serving.keys import SecurityConfig
 from sweeps.settings import Load, Measurement, Setting, SweepConfig
 
 Measure = Callable[
@@ -71,7 +72,10 @@ def serve_and_bench(
     """
     from carryover.bench import online
 
-    application = setting.application(config.serve)
+    # bench sends no keys, and measures the engine
+    application = setting.application(config.serve).model_copy(
+        update={"security": SecurityConfig()}
+    )
     check_drafters(application)
     log = config.out / "logs" / f"{setting.name}.log"
     with served(application, log=log, sweep=config.out) as endpoint:

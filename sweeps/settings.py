@@ -197,7 +197,10 @@ class SweepConfig(Config):
             "max_tokens": values["max_tokens"],
             "seed": values["seed"],
             "measure": values["measure"],
-            "drafters": {arm["name"]: arm["drafter"] for arm in serve["arms"]},
+            "drafters": {
+                arm["name"]: {"drafter": arm["drafter"], "engine": arm["engine"]}
+                for arm in serve["arms"]
+            },
         }
 
 
@@ -255,21 +258,17 @@ class Setting:
             "num_speculative_tokens": 0 if self.drafter is None else length, **engine,
         }  # fmt: skip
 
-    def served(self) -> Arm:
-        """The arm of the application that serves it."""
-        return Arm(
-            name=self.name,
-            drafter=None if self.drafter is None else Path(self.drafter),
-            num_speculative_tokens=self.num_speculative_tokens,
-        )
-
     def application(self, serve: ServeConfig, *, beside: list[Arm] | None = None) -> ServeConfig:
-        """The application that serves it, after the arms `beside`."""
-        engine = engine_with(serve.engine, dict(self.engine))
-        arms = [*(beside or []), self.served()]
-        return ServeConfig.parse(
-            {**serve.model_copy(update={"engine": engine, "arms": arms}).model_dump()}
+        """The application that serves it, after the arms `beside`; the split between arms of
+        `serve`, which would name other arms, is left out."""
+        origin = next(arm for arm in serve.arms if arm.name == self.arm)
+        served = origin.model_copy(
+            update={"name": self.name, "num_speculative_tokens": self.num_speculative_tokens}
         )
+        engine = engine_with(serve.engine, dict(self.engine))
+        arms = [*(beside or []), served]
+        values = serve.model_copy(update={"engine": engine, "arms": arms}).model_dump()
+        return ServeConfig.parse({**values, "traffic": {}})
 
 
 def engine_with(engine: EngineConfig, values: Mapping[str, Any]) -> EngineConfig:

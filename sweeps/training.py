@@ -35,8 +35,9 @@ from sweeps.training_settings import (
 )
 from sweeps.tuning import RunFigures, connected, run_tasks, slots
 
-# the trial only waits; its workers reserve what they use
-DRIVER = {"CPU": 0.001}
+# the trial only waits: its workers reserve cores and GPUs, of which any share that it took would
+# be missing
+DRIVER = {"memory": 512 * 2**20}
 _EVALUATED = f"eval/{ACCEPTANCE}"
 
 

@@ -222,5 +222,7 @@ def _nodes() -> list[dict[str, float]]:
 
 
 def _words(resources: Mapping[str, float]) -> str:
-    named = (name for name in ("CPU", "GPU") if resources.get(name))
-    return ", ".join(f"{resources[name]:g} {name}" for name in named) or "no CPU"
+    named = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
+    if resources.get("memory"):
+        named.append(f"{resources['memory'] / 2**30:.1f} GiB of memory")
+    return ", ".join(named) or "nothing"

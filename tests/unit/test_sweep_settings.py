@@ -130,3 +130,22 @@ def test_what_decides_a_measurement_leaves_room_for_more_of_them():
     ):  # fmt: skip
         assert make(**free).identity() == before
     assert make(max_tokens=7).identity() != before
+
+
+def test_what_an_arm_has_of_its_own_is_served_and_a_split_is_not():
+    serve = {
+        "arms": [
+            {"name": "plain"},
+            {"name": "dflash", "drafter": "drafters/a", "engine": {"max_num_seqs": 3}},
+        ],
+        "allowed_differences": ["max_num_seqs"],
+        "traffic": {"weights": {"plain": 0.5, "dflash": 0.5}},
+        "resources": {"device": "cpu"},
+    }
+    config = make(serve=serve)
+    served = settings_of(config)[1].application(config.serve)
+    assert served.engine_of(served.arms[0]).max_num_seqs == 3
+    assert served.arms[0].name == "dflash-2"
+    assert served.traffic.weights != config.serve.traffic.weights
+    serve["arms"][1]["engine"] = {"max_num_seqs": 5}
+    assert make(serve=serve).identity() != config.identity()
