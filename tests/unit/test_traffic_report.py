@@ -124,7 +124,7 @@ def test_tables_hold_arms_labels_and_losses(page, statistics):
     row = statistics.arms["carryover"].summary()
     assert f"{row['requests']:,} {row['failures']:,}" in text
     assert "code <1>" in text and "chat" in text
-    assert "Missing from these numbers: 7 observations were dropped" in text
+    assert "Missing from these numbers: 7 observations were dropped while the controller" in text
 
 
 def test_figures_can_be_saved(page, tmp_path):

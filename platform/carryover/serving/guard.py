@@ -18,7 +18,9 @@ Metrics: **acceptance_length**, pooled over rounds (1 + accepted / rounds), as a
 is not at the mercy of a few very slow requests (what happens in the tail is for the p95 rules
 below); **error_rate**, failures (error, timeout, shed, taken over by another arm) per request, as a
 difference. Latencies are those of answers given: read them beside the error rate, since an arm that
-drops its slow requests looks fast.
+drops its slow requests looks fast. And they are those of the arm as it runs now: an arm with a
+small share of the traffic and as many replicas is less loaded, and faster for that reason alone.
+Acceptance does not depend on load.
 
 **Rules** (`breaches`) hold an arm to fixed limits by the requests of a recent window, because an
 arm that was fine for a week and breaks now must go now. Every rule is a test of "the arm keeps the

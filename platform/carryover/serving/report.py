@@ -23,7 +23,9 @@ _NOTE = (
     "on as soon as it stands here; together all of them are wrong with a chance of at most "
     "{alpha:.3g}%. Header overrides, requests by an arm's name, fall-backs that another arm took "
     "over, and shadows are counted apart. Latencies are compared by geometric means of answers "
-    "given; acceptance length is pooled over rounds. Requests with one sticky key count together."
+    "given, under the load that each arm has: an arm with little traffic for its replicas is faster "
+    "for that reason alone. Acceptance length is pooled over rounds and does not depend on load. "
+    "Requests with one sticky key count together."
 )
 
 
@@ -63,7 +65,7 @@ def build(answer: Mapping[str, Any]) -> Page:
         _add_comparisons(page, answer["comparisons"])
     page.section("Changes of the split")
     _add_log(page, log)
-    page.note(_losses(answer))
+    page.note(_losses(answer, statistics))
     return page
 
 
@@ -282,13 +284,15 @@ def _weights(after: Mapping[str, Any]) -> str:
     return ", ".join(f"{arm} {100 * weight:.4g}%" for arm, weight in weights.items() if weight > 0)
 
 
-def _losses(answer: Mapping[str, Any]) -> str:
+def _losses(answer: Mapping[str, Any], statistics: Statistics) -> str:
     """What is missing from the numbers."""
-    lost = [
-        f"{answer.get(name) or 0:,} {text}"
-        for name, text in (
-            ("dropped", "observations were dropped while the controller was away"),
-            ("unknown", "could not be read or named no arm"),
-        )
-    ]
-    return f"Missing from these numbers: {'; '.join(lost)}."
+    counts = (
+        (answer.get("dropped") or 0, "observations were dropped while the controller was away"),
+        (answer.get("unknown") or 0, "could not be read or named no arm"),
+        (sum(arm.uncompared for arm in statistics.arms.values()),
+         "came after so many changes of the weights that they were not compared"),
+        (sum(arm.totals["compared"].invalid for arm in statistics.arms.values()),
+         "times were no positive number"),
+    )  # fmt: skip
+    lost = [f"{count:,} {text}" for count, text in counts if count]
+    return f"Missing from these numbers: {'; '.join(lost) or 'nothing'}."
