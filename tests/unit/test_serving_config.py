@@ -185,3 +185,47 @@ def test_a_recorded_target_is_compared_whole(drafter):
     ours = drafter("ours", carryover={"target": IDENTITY})
     with pytest.raises(ConfigError, match="vocab_size"):
         check_target(with_drafter(ours), FakeTarget(vocab_size=321))
+
+
+def test_arms_may_differ_in_what_is_allowed_and_in_nothing_else():
+    arms = [{"name": "plain"}, {"name": "wide", "engine": {"max_num_seqs": 7}}]
+    with pytest.raises(ConfigError, match="differs from the others in max_num_seqs"):
+        parse(arms=arms)
+    config = parse(arms=arms, allowed_differences=["max_num_seqs"])
+    assert [config.engine_of(arm).max_num_seqs for arm in config.arms] == [96, 7]
+    # the same value is no difference
+    parse(arms=[{"name": "a"}, {"name": "b", "engine": {"max_num_seqs": 96}}])
+
+
+def test_extra_engine_arguments_are_differences_by_their_own_names():
+    arms = [{"name": "a"}, {"name": "b", "engine": {"extra": {"enable_prefix_caching": False}}}]
+    with pytest.raises(ConfigError, match=r"extra\.enable_prefix_caching"):
+        parse(arms=arms)
+    config = parse(
+        arms=arms, allowed_differences=["extra.enable_prefix_caching"],
+        engine={"kv_cache_gib": 0.1, "extra": {"max_num_batched_tokens": 64}},
+    )  # fmt: skip
+    first, second = (config.engine_of(arm).extra for arm in config.arms)
+    assert first == {"max_num_batched_tokens": 64}
+    assert second == {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arms": [{"name": "a", "engine": {"max_num_seq": 3}}]}, "did you mean 'max_num_seqs'"),
+        ({"arms": [{"name": "a", "engine": {"extra": {"model": "x"}}}]}, "platform sets it"),
+        ({"traffic": {"weights": {"plian": 100}}}, "did you mean 'plain'"),
+        ({"traffic": {"fallback": ["nobody"]}}, "no arm 'nobody'"),
+    ],
+)
+def test_mistakes_between_sections_are_told(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(**changes)
+
+
+def test_shipped_experiments_are_valid_and_local(repository):
+    for name in ("ab_embedded", "ab_qwen3_4b"):
+        config = ServeConfig.load(repository / f"serve_apps/configs/{name}.yaml")
+        assert config.http.host == "127.0.0.1" and len(config.arms) == 2
+        assert config.control.name == next(iter(config.traffic.weights))
