@@ -14,6 +14,7 @@ from traffic_scenes import Clock, Replica, calling, controller, requests
 
 from carryover import cli
 from carryover.serving.admin import read_key
+from carryover.serving.controller import Timing
 
 KEY = "secret-admin-key"
 
@@ -27,11 +28,13 @@ class Endpoint:
         self._ready, self._stop = threading.Event(), None
         self._thread = threading.Thread(target=self.loop.run_until_complete, args=[self._serve()])
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
 
     async def _serve(self):
         self._stop = asyncio.Event()
-        self.owner = controller(self.folder / "state", self.clock)
+        self.owner = controller(
+            self.folder / "state", self.clock, timing=Timing(lead_s=0.0, confirm_timeout_s=30)
+        )
         self.replica = Replica(self.owner)
         app = web.Application()
         app.router.add_post("/admin/traffic/{action}", self._admin)
@@ -60,7 +63,7 @@ class Endpoint:
         return web.Response(status=502, text="<html>bad gateway</html>")
 
     def do(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     def see(self, *, baseline, carryover, **settings):
         weights = self.replica.traffic.weights
@@ -72,7 +75,7 @@ class Endpoint:
 
     def close(self):
         self.loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         self.loop.close()
 
 
@@ -231,6 +234,7 @@ def test_an_endpoint_without_a_split_is_said(traffic, endpoint):
 
 
 def test_an_unconfirmed_change_is_a_warning_and_1(traffic, endpoint):
+    endpoint.owner._timing = Timing(lead_s=0.0, confirm_timeout_s=0.3)
     endpoint.do(endpoint.owner.exchange("stuck", 1, [], 0))
     error = traffic("set", "baseline=50", "carryover=50", code=1)
     assert "have not confirmed it yet: stuck" in error
