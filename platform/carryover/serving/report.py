@@ -23,7 +23,7 @@ _NOTE = (
     "on as soon as it stands here; together all of them are wrong with a chance of at most "
     "{alpha:.3g}%. Header overrides, requests by an arm's name, fall-backs that another arm took "
     "over, and shadows are counted apart. Latencies are compared by geometric means of answers "
-    "given, under the load that each arm has: an arm with little traffic for its replicas is faster "
+    "given, under the load that each arm has: one with little traffic for its replicas is faster "
     "for that reason alone. Acceptance length is pooled over rounds and does not depend on load. "
     "Requests with one sticky key count together."
 )
