@@ -62,7 +62,7 @@ class Replica:
 
 @asynccontextmanager
 async def calling(*replicas, every_s=0.01):
-    """The replicas call in the background."""
+    """The replicas call in the background, and know the latest split at the end."""
 
     async def beat(replica):
         while True:
@@ -76,6 +76,8 @@ async def calling(*replicas, every_s=0.01):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in replicas:
+            await replica.call()
 
 
 def requests(clock, arm, count, *, weights, outcome="ok", tpot_s=0.02, accepted=20):
