@@ -97,7 +97,8 @@ def test_a_change_is_answered_when_every_live_replica_has_confirmed_it(make, clo
         for replica in replicas:
             await replica.call()
         change = asyncio.create_task(ask(owner, "set", weights=EVEN))
-        await asyncio.sleep(0.05)
+        while owner._split.state.traffic.version == 1:
+            await asyncio.sleep(0.01)
         for replica in replicas:
             # told, but not yet confirmed
             await replica.call()
