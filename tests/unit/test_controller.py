@@ -650,6 +650,36 @@ def test_a_killed_controller_loses_no_change_and_at_most_one_period_of_statistic
     run(scene())
 
 
+@pytest.mark.parametrize("damage", ["{", "[]", '{"began_s": 1800000000.0}', "other format"])
+def test_statistics_that_cannot_be_read_do_not_keep_a_roll_back_from_holding(
+    make, clock, tmp_path, damage
+):
+    async def scene():
+        owner = make(weights=EVEN)
+        replica = Replica(owner)
+        await replica.call()
+        await see(replica, clock, baseline=5, carryover=5)
+        await ask(owner, "rollback")
+        make.close()
+        file = tmp_path / "state/results.json"
+        if damage == "other format":
+            values = json.loads(file.read_text())
+            values["results"]["statistics"]["format"] = 99
+            file.write_text(json.dumps(values))
+        else:
+            file.write_text(damage)
+        damaged = file.read_text()
+        owner = make(weights=EVEN)
+        shown = await ask(owner, "show")
+        assert shown["weights"]["carryover"] == 0.0
+        assert [row["requests"] for row in shown["arms"]] == [0, 0]
+        entry = (await ask(owner, "log"))["entries"][-1]
+        assert (entry["action"], entry["who"]) == ("statistics lost", "controller")
+        assert (tmp_path / "state" / entry["after"]["kept"]).read_text() == damaged
+
+    run(scene())
+
+
 def test_the_same_configuration_does_not_undo_a_roll_back_but_a_changed_one_counts(make):
     async def scene():
         await ask(make(weights=EVEN), "rollback")

@@ -176,7 +176,7 @@ class KeptSplit:
             self._folder.save(self.saved)
             return
         self.saved = saved
-        self._load_results()
+        self._load_results(now=now)
         old, new = saved.configured, self._wishes(config)
         if old == new:
             self.config = overlaid(config, saved.user_config, self._arms)
@@ -200,15 +200,21 @@ class KeptSplit:
     def _wishes(self, config: TrafficConfig) -> dict[str, Any]:
         return wishes(config, self._arms, self._described)
 
-    def _load_results(self) -> None:
-        values = self._folder.load_results()
-        if values is None or values.get("began_s") != self.state.began:
-            return
+    def _load_results(self, *, now: float) -> None:
+        """Read the statistics; what cannot be read, as after an upgrade, is put aside and logged.
+
+        Without a controller, replicas would begin with the configuration's weights, perhaps those
+        of an arm that was rolled back: too much to pay for statistics.
+        """
         try:
+            values = self._folder.load_results()
+            if values is None or values["began_s"] != self.state.began:
+                return
             self.results = Results.from_json(values["results"])
             self._replicas.restore(values["replicas"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServingError(
-                f"{self._folder.path / 'results.json'} is damaged ({error}); move it away to begin "
-                "with empty statistics"
-            ) from None
+        except (ServingError, KeyError, TypeError, ValueError, AttributeError) as error:
+            self.results = Results(self._arms)
+            kept = self._folder.put_results_aside(now)
+            logger.error("the statistics cannot be read: %s; kept as %s", error, kept)
+            change = Change(self.state, "statistics lost", {}, {"kept": kept.name})
+            self.audit.append(change.entry(time_s=now, who="controller", why=str(error)))

@@ -124,6 +124,12 @@ class StateFolder:
         """
         self._write("results.json", results)
 
+    def put_results_aside(self, now: float) -> Path:
+        """Rename statistics that cannot be read; returns their new path."""
+        kept = self.path / f"results-unreadable-{now:.0f}.json"
+        os.replace(self.path / "results.json", kept)
+        return kept
+
     def archive_results(self, results: dict[str, Any]) -> None:
         """Put the statistics of an experiment that is over aside, as `results-NAME-BEGAN.json`."""
         name = f"results-{results['experiment']}-{results['began_s']:.0f}.json"
