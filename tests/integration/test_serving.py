@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -58,6 +60,7 @@ def application(tmp_path_factory):
             "arms": [{"name": "autoregressive"}, {"name": "dflash", "drafter": str(drafter)}],
             "http": {"port": 0},
             "resources": {"device": "cpu"},
+            "traffic": {"state": str(folder / "state"), "record": False, "max_queue_per_arm": 256},
         }
     )  # fmt: skip
     path = folder / "application.yaml"
@@ -74,6 +77,7 @@ class Serving:
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.url = self.metrics_url = None
+        self.state = application.parent / "state"
 
     def wait_until_ready(self):
         line = self.process.stdout.readline()
@@ -85,6 +89,32 @@ class Serving:
         self.metrics_url = self.process.stdout.readline().removeprefix("metrics ").strip()
         return self
 
+    def admin(self, action, **arguments):
+        key = (self.state / "admin.key").read_text().strip()
+        answer = httpx.post(
+            f"{self.url}/admin/traffic/{action}", json=arguments, timeout=60,
+            headers={"authorization": f"Bearer {key}"},
+        )  # fmt: skip
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def engines(self):
+        """Process ids of the engines."""
+        return {process.pid for process in self.tree() if "VLLM::" in " ".join(_title(process))}
+
+    def gauge(self, name):
+        """Sum of one of vLLM's gauges over the arms."""
+        lines = httpx.get(self.metrics_url).text.splitlines()
+        found = [line for line in lines if line.startswith(f"ray_vllm_{name}{{")]
+        assert found, name
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    def wait_until(self, what, timeout_s=90):
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            assert time.monotonic() < deadline, "it did not come about"
+            time.sleep(0.2)
+
     def tree(self):
         return psutil.Process(self.process.pid).children(recursive=True)
 
@@ -92,6 +122,13 @@ class Serving:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.communicate(timeout=90)
+
+
+def _title(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 @pytest.fixture(scope="module")
@@ -202,14 +239,103 @@ def test_bad_requests_are_refused_and_the_engines_live_on(serving, client):
         ask(client, "no-such-arm")
     with pytest.raises(openai.BadRequestError):
         ask(client, "dflash", max_tokens=-1)
-    with pytest.raises(openai.BadRequestError):
-        ask(client, "dflash", "word " * 400)
+    for stream in (False, True):
+        with pytest.raises(openai.APIStatusError) as caught:
+            ask(client, "dflash", "word " * 400, stream=stream)
+        assert caught.value.status_code == 413 and caught.value.code == "context_length_exceeded"
     malformed = httpx.post(
         f"{serving.url}/v1/chat/completions", content=b'{"model": ',
         headers={"Content-Type": "application/json"},
     )  # fmt: skip
     assert malformed.status_code == 400 and "error" in malformed.json()
     assert all(ask(client, arm).choices for arm in ARMS)
+
+
+def test_the_split_measures_what_the_engines_did(serving, client):
+    serving.admin("set", weights={"autoregressive": 50, "dflash": 50})
+    told = Counter()
+    arms = set()
+    for number in range(16):
+        stream = number % 2 == 0
+        asked = {"stream_options": {"include_usage": True}} if stream else {}
+        raw = client.chat.completions.with_raw_response.create(
+            model="tiny/llama", messages=[{"role": "user", "content": f"number {number}"}],
+            max_tokens=12, temperature=0, stream=stream, extra_headers={"x-session-id": "abc"},
+            **asked,
+        )  # fmt: skip
+        arms.add(raw.headers["x-carryover-arm"])
+        assert raw.headers["x-carryover-reason"] == "sticky"
+        parsed = raw.parse()
+        last = list(parsed)[-1] if stream else parsed
+        drafts = (last.metrics or {}).get("speculative_decoding")
+        told["tokens"] += last.usage.completion_tokens
+        told["rounds"] += drafts["num_spec_steps"] if drafts else 0
+        told["accepted"] += drafts["num_accepted_draft_tokens"] if drafts else 0
+    assert len(arms) == 1
+
+    def row():
+        return next(row for row in serving.admin("show")["arms"] if row["arm"] in arms)
+
+    serving.wait_until(lambda: row()["requests"] == 16, timeout_s=10)
+    seen = row()
+    assert seen["output_tokens"] == told["tokens"] and seen["failures"] == 0
+    assert seen["ttft_p50_s"] > 0 and seen["tpot_p50_s"] > 0
+    if told["rounds"]:
+        expected = 1 + told["accepted"] / told["rounds"]
+        assert seen["acceptance_length"] == pytest.approx(expected)
+
+
+def test_weights_change_live_and_engines_keep_running(serving, client):
+    engines = serving.engines()
+    with ThreadPoolExecutor(4) as pool:
+        load = [
+            pool.submit(ask, client, "tiny/llama", f"question {number}", stream=number % 2 == 0)
+            for number in range(24)
+        ]
+        serving.admin("set", weights={"autoregressive": 0, "dflash": 100})
+        for request in load:
+            answer = request.result()
+            assert answer.choices if hasattr(answer, "choices") else list(answer)
+    raw = client.chat.completions.with_raw_response.create(
+        model="tiny/llama", messages=[{"role": "user", "content": "hi"}], max_tokens=2
+    )
+    assert raw.headers["x-carryover-arm"] == "dflash"
+    assert serving.engines() == engines and len(engines) == 2
+
+
+def test_clients_that_go_away_leave_nothing_in_the_engines(serving, client):
+    serving.admin("set", weights={"autoregressive": 50, "dflash": 50})
+    body = {
+        "model": "tiny/llama", "max_tokens": 200, "ignore_eos": True,
+        "messages": [{"role": "user", "content": "Tell me everything."}],
+    }  # fmt: skip
+
+    async def leave():
+        async with httpx.AsyncClient(timeout=60) as session:
+            async def one(number):
+                if number % 4 == 0:
+                    try:
+                        async with asyncio.timeout(0.2 + number / 400):
+                            await session.post(f"{serving.url}/v1/chat/completions", json=body)
+                    except TimeoutError:
+                        pass
+                    return
+                streamed = {**body, "stream": True}
+                async with session.stream(
+                    "POST", f"{serving.url}/v1/chat/completions", json=streamed
+                ) as answer:
+                    async for _ in answer.aiter_lines():
+                        break
+
+            for first in range(0, 200, 20):
+                await asyncio.gather(*(one(first + number) for number in range(20)))
+
+    asyncio.run(leave())
+    for gauge in ("num_requests_running", "num_requests_waiting"):
+        serving.wait_until(lambda gauge=gauge: serving.gauge(gauge) == 0, timeout_s=60)
+    # idle engines do not update it; a short request to each makes them
+    assert all(ask(client, arm, max_tokens=2).choices for arm in ARMS)
+    serving.wait_until(lambda: serving.gauge("kv_cache_usage_perc") < 0.2, timeout_s=20)
 
 
 def test_bench_measures_both_arms_and_records_them(serving, prompts, tmp_path):
@@ -285,7 +411,7 @@ def test_bench_counts_failures_and_keeps_their_rows(serving, tmp_path):
     with pytest.raises(ServingError, match="1 of 2 requests failed"):
         run(config)
     rows = pq.read_table(next((tmp_path / "bench").glob("*/requests.parquet"))).to_pylist()
-    assert sorted(row["status"] for row in rows) == [200, 400]
+    assert sorted(row["status"] for row in rows) == [200, 413]
     assert sum(row["error"] is None for row in rows) == 1
 
 
@@ -294,6 +420,31 @@ def test_bench_refuses_what_cannot_be_compared(serving, prompts):
         run(OnlineConfig(url=serving.url, prompts=str(prompts), arms=["dflahs"]))
     with pytest.raises(ServingError, match="platform serve"):
         run(OnlineConfig(url="http://127.0.0.1:9", prompts=str(prompts)))
+
+
+def test_a_killed_engine_costs_no_client_an_error_and_comes_back(serving, client):
+    serving.admin("set", weights={"autoregressive": 50, "dflash": 50})
+    replica = next(
+        process for process in serving.tree()
+        if re.match(r"ray::ServeReplica:tiny:ArmServer:dflash\b", " ".join(_title(process)))
+    )  # fmt: skip
+
+    def arm_of(number):
+        raw = client.chat.completions.with_raw_response.create(
+            model="tiny/llama", messages=[{"role": "user", "content": f"number {number}"}],
+            max_tokens=8, temperature=0,
+        )  # fmt: skip
+        return raw.headers["x-carryover-arm"], raw.headers["x-carryover-reason"]
+
+    with ThreadPoolExecutor(4) as pool:
+        load = [pool.submit(arm_of, number) for number in range(60)]
+        load[4].result()
+        replica.kill()
+        answers = [request.result() for request in load]
+    assert ("autoregressive", "fallback:down") in answers
+    serving.wait_until(lambda: any(arm_of(0)[0] == "dflash" for _ in range(8)), timeout_s=150)
+    actions = [entry["action"] for entry in serving.admin("log")["entries"]]
+    assert actions.index("arm down") < actions.index("arm up")
 
 
 def test_sigterm_stops_everything_in_order(serving):
@@ -325,22 +476,6 @@ def test_an_engine_that_does_not_start_says_why(application):
     assert "arm 'autoregressive' did not start: ValueError: No available memory" in log
     assert "fix: raise engine.kv_cache_gib" in log
     assert "Traceback" not in log
-
-
-def test_the_ingress_refuses_seeds_where_engines_do_not_survive_them(monkeypatch):
-    from ray.serve.llm.openai_api_models import ChatCompletionRequest
-
-    from carryover.serving.ingress import ArmIngress
-
-    # freezing is for a process of its own
-    monkeypatch.setattr("gc.freeze", lambda: None)
-    ingress = ArmIngress({}, {}, model="m", control="a", seeds=False, described={})
-    message = [{"role": "user", "content": "hello"}]
-    body = ChatCompletionRequest(model="m", messages=message, seed=3, temperature=0.7)
-    answer = asyncio.run(ingress.chat(body, None))
-    error = json.loads(answer.body)["error"]
-    assert answer.status_code == 400
-    assert error["param"] == "seed" and "temperature to 0" in error["message"]
 
 
 def test_arms_differ_in_nothing_but_the_drafter(application):

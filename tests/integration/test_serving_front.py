@@ -40,6 +40,21 @@ class Front:
             base_url=self.url, headers={"authorization": "Bearer alice"}, timeout=30
         )
 
+    def deploy(self, user_config):
+        """As `serve deploy` does it, with a file that holds these."""
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        application = {
+            "name": "front", "route_prefix": "/", "import_path": "faulty_application:build",
+            "runtime_env": {"env_vars": {"PYTHONPATH": str(Path(__file__).parent)}},
+            "args": arguments(self.folder),
+            "deployments": [{"name": "ArmIngress", "user_config": user_config}],
+        }  # fmt: skip
+        _get_global_client().deploy_apps(
+            ServeDeploySchema.model_validate({"applications": [application]})
+        )
+
     def client(self, key="alice"):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
@@ -75,48 +90,36 @@ class Front:
             time.sleep(0.1)
 
 
+def arguments(folder):
+    """Arguments of the application; Serve checks their types."""
+    return {
+        "name": "front", "model": MODEL, "arms": [{"name": arm} for arm in ARMS],
+        "resources": {"device": "cpu"},
+        "ingress": {"replicas": 2, "max_body_bytes": 2**20, "max_tokens": 500},
+        "traffic": {
+            "experiment": "trial", "state": str(folder / "state"), "record": False,
+            "weights": {"steady": 90, "canary": 10}, "allow_override": True,
+            "first_token_timeout_s": 1.0, "max_queue_per_arm": LIMIT,
+            # what the guard makes of bad arms is tested with the controller
+            "evaluation_period_s": 3600,
+        },
+        "security": {
+            "keys": [
+                {"id": "alice", "sha256": hash_key("alice")},
+                {"id": "bob", "sha256": hash_key("bob"), "requests_per_minute": 6, "burst": 2},
+                {"id": "eve", "sha256": hash_key("eve")},
+            ],
+            "admin_keys": [{"id": "root", "sha256": hash_key("root")}],
+        },
+    }  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def front(tmp_path_factory):
-    import faulty_engine
     import ray
     from ray import serve
 
-    from carryover.bench.ingress import card
-    from carryover.serving.application import bind_front
-    from carryover.serving.config import ServeConfig
-
     folder = tmp_path_factory.mktemp("front")
-    config = ServeConfig.parse(
-        {
-            "name": "front", "model": MODEL, "arms": [{"name": arm} for arm in ARMS],
-            "resources": {"device": "cpu"},
-            "ingress": {"replicas": 2, "max_body_bytes": 2**20, "max_tokens": 500},
-            "traffic": {
-                "experiment": "trial", "state": str(folder / "state"), "record": False,
-                "weights": {"steady": 90, "canary": 10}, "allow_override": True,
-                "first_token_timeout_s": 1.0, "max_queue_per_arm": LIMIT,
-                # what the guard makes of bad arms is tested with the controller
-                "evaluation_period_s": 3600,
-            },
-            "security": {
-                "keys": [
-                    {"id": "alice", "sha256": hash_key("alice")},
-                    {"id": "bob", "sha256": hash_key("bob"), "requests_per_minute": 6, "burst": 2},
-                    {"id": "eve", "sha256": hash_key("eve")},
-                ],
-                "admin_keys": [{"id": "root", "sha256": hash_key("root")}],
-            },
-        }
-    )  # fmt: skip
-    # Serve's processes do not have the tests on their path
-    ray.cloudpickle.register_pickle_by_value(faulty_engine)
-    arms = {
-        arm: serve.deployment(
-            faulty_engine.FaultyServer, name=f"FaultyServer:{arm}", max_ongoing_requests=10_000,
-            health_check_period_s=1, ray_actor_options={"num_cpus": 0.1},
-        ).bind(arm)
-        for arm in ARMS
-    }  # fmt: skip
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -126,12 +129,16 @@ def front(tmp_path_factory):
     )  # fmt: skip
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        application = bind_front(
-            config, arms=arms, cards={arm: card(arm) for arm in ARMS},
-            described={arm: {} for arm in ARMS},
-        )  # fmt: skip
-        serve.run(application, name="front")
-        yield Front(port, folder)
+        found = Front(port, folder)
+        found.deploy(user_config={})
+
+        def runs():
+            status = serve.status().applications["front"]
+            assert status.status != "DEPLOY_FAILED", status.message
+            return status.status == "RUNNING"
+
+        found.wait_until(runs, timeout_s=200)
+        yield found
     finally:
         ray.shutdown()
 
@@ -352,6 +359,15 @@ def test_weights_change_under_load_for_all_at_once_and_nobody_notices(front):
     assert {status for status, *_ in answers} == {200}
     assert all(data.endswith(b"data: [DONE]\n\n") for _, _, data, _ in answers)
     assert {arm: front.state(arm)["pid"] for arm in ARMS} == pids
+
+
+def test_serves_user_config_is_taken_over_live_and_once(front):
+    pids = {arm: front.state(arm)["pid"] for arm in ARMS}
+    front.deploy(user_config={"traffic": {"weights": {"steady": 0, "canary": 100}}})
+    front.wait_until(lambda: {arm_of(front.ask(max_tokens=1)) for _ in range(12)} == {"canary"})
+    assert {arm: front.state(arm)["pid"] for arm in ARMS} == pids
+    entries = front.admin("log")["entries"]
+    assert [entry["who"] for entry in entries].count("serve user_config") == 1
 
 
 @pytest.mark.parametrize(

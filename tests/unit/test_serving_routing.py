@@ -83,3 +83,29 @@ def test_an_arm_goes_down_once_at_a_sure_sign_or_after_several():
         assert not health.failed("b", "slow", definite=False)
         health.succeeded("b")
     assert not health.down
+
+
+def front(**settings):
+    """An ingress replica on its own, without Ray."""
+    from carryover.serving.ingress import ArmIngress, FrontSettings
+    from carryover.serving.traffic import TrafficConfig
+
+    traffic = TrafficConfig().resolve(arms=["a"], application="test")
+    return ArmIngress({}, {}, settings=FrontSettings("m", "a", traffic, **settings))
+
+
+@pytest.mark.parametrize(("temperature", "refused"), [(0.7, True), (None, True), (0, False)])
+def test_seeds_are_refused_where_engines_do_not_survive_them(monkeypatch, temperature, refused):
+    from ray.serve.llm.openai_api_models import ChatCompletionRequest
+
+    # freezing is for a process of its own
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    message = [{"role": "user", "content": "hello"}]
+    body = ChatCompletionRequest(model="m", messages=message, seed=3, temperature=temperature)
+    front(seeds=True)._check_limits(body)
+    if not refused:
+        front(seeds=False)._check_limits(body)
+        return
+    with pytest.raises(ApiError, match="temperature to 0") as caught:
+        front(seeds=False)._check_limits(body)
+    assert caught.value.param == "seed" and caught.value.status == 400
