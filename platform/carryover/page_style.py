@@ -74,6 +74,7 @@ table {{ border-collapse: collapse; font-size: 14px; font-variant-numeric: tabul
 th, td {{ padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top; }}
 th {{ white-space: nowrap; }}
+tbody th {{ white-space: normal; min-width: 12ch; overflow-wrap: break-word; }}
 thead th {{ color: var(--muted); font-weight: 600; }}
 .number {{ text-align: right; white-space: nowrap; }}
 td.text {{ white-space: nowrap; }}

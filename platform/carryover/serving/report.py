@@ -210,14 +210,15 @@ def _add_arms(page: Page, rows: Sequence[Mapping[str, Any]]) -> None:
         return " / ".join(_milliseconds(row[f"{name}_p{rank}_s"]) for rank in (50, 95))
 
     page.table(
-        "What each arm did (percentiles p50 / p95 of the last requests)",
+        "What each arm did (p50 / p95 of the last requests; kept apart: for another arm, by "
+        "override, shadows)",
         ["arm", "weight", "requests", "failed", "error rate", "TTFT", "TPOT", "end to end",
-         "tokens/s", "acceptance length", "took over", "by override", "shadows"],
+         "tokens/s", "acceptance", "kept apart"],
         [
             [row["arm"], f"{100 * row['weight']:.4g}%", row["requests"], row["failures"],
              _level("error_rate", row["error_rate"]), pair(row, "ttft"), pair(row, "tpot"),
              pair(row, "e2e"), row["output_tokens_per_s"], row["acceptance_length"],
-             row["fallbacks_taken"], row["overrides"], row["shadows"]]
+             f"{row['fallbacks_taken']:,}, {row['overrides']:,}, {row['shadows']:,}"]
             for row in rows
         ],
     )  # fmt: skip
