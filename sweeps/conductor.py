@@ -65,7 +65,7 @@ class Listener(Protocol):
     """Is told of everything, after it is in the ledger."""
 
     def started(self, task: Task, attempt: int) -> None:
-        """A trial was given to Tune."""
+        """A trial has its resources, and begins."""
 
     def ready(self, task: Task, start_s: float) -> None:
         """Its engine answers."""
@@ -135,7 +135,6 @@ class Conductor(Searcher):
         self._attempts[task.name] += 1
         missing = [part for part in task.parts if not self.ledger.has(task.name, part)]
         self._running[trial_id] = _Running(task, self._attempts[task.name], self._clock())
-        self.listener.started(task, self._attempts[task.name])
         return {"task": dict(task.payload), "parts": [list(part) for part in missing]}
 
     def on_trial_result(self, trial_id: str, result: Mapping[str, Any]) -> None:
@@ -144,7 +143,10 @@ class Conductor(Searcher):
         if running is None or NEWS not in result:
             return
         task, news = running.task, json.loads(result[NEWS])
-        if news["kind"] == "ready" and running.start_s is None:
+        if news["kind"] == "began" and not running.began:
+            running.began, running.since_s = True, self._clock()
+            self.listener.started(task, running.attempt)
+        elif news["kind"] == "ready" and running.start_s is None:
             running.start_s = news["start_s"]
             self._longest_start_s = max(self._longest_start_s, news["start_s"])
             self.listener.ready(task, news["start_s"])
@@ -225,6 +227,7 @@ class _Running:
     task: Task
     attempt: int
     since_s: float
+    began: bool = False
     start_s: float | None = None
     wall_s: float | None = None
     failure: str | None = None

@@ -192,6 +192,7 @@ def _trial(told: Mapping[str, Any], *, work: Work, board: ray.actor.ActorHandle)
         report("ready", start_s=time.monotonic() - began)
 
     parts = [tuple(part) for part in told["parts"]]
+    report("began")
     try:
         measuring = work(told["task"], parts, ready)
         for row in measuring:
