@@ -277,7 +277,7 @@ def is_gone(pid):
 def test_killed_and_interrupted_runs_lose_and_repeat_nothing(talker, tmp_path, repository):
     """kill -9 in the middle, Ctrl-C in the middle, then to the end; each by the command."""
     # slow engines where a run is stopped halfway, a fast one for the rest
-    count, out = 3000, tmp_path / "out"
+    count, out = 900, tmp_path / "out"
     prompts = write_prompts(tmp_path / "p.jsonl", count)
     arguments = [
         "regenerate", "--target", talker.name, "--prompts", prompts, "--out", out,
@@ -328,19 +328,22 @@ def test_equal_seeds_write_equal_prompts(talker, pool, tmp_path):
     from jobs.engine_pool import EnginePool
     from jobs.synthesize import synthesize
 
-    texts = {}
-    for name, seed in (("one", 7), ("two", 7), ("three", 8)):
+    def write(name, seed, engines):
         config = SynthesizeConfig.parse(
             {
                 "target": talker.name, "out": str(tmp_path / name), "num_prompts": 6,
                 "max_tokens": 60, "temperature": 1.0, "max_attempts_per_prompt": 40,
                 "elicitations": [{}], "engine": {**ENGINE, "seed": seed},
-                "pool": {"cpus_per_engine": 0.5},
             }
         )  # fmt: skip
-        with EnginePool(talker, config.engine, config.pool) as engines:
-            synthesize(config, pool=engines)
+        synthesize(config, pool=engines)
+        return read_store(tmp_path / name, PROMPTS).column("prompt").to_pylist()
+
+    texts = []
+    for name in ("one", "two"):
+        settings = EngineConfig(**{**ENGINE, "seed": 7})
+        with EnginePool(talker, settings, PoolConfig(cpus_per_engine=0.5)) as engines:
+            texts.append(write(name, 7, engines))
             process = engines._engines[0].process.pid
         assert is_gone(process), "its memory must be free for what comes next"
-        texts[name] = read_store(tmp_path / name, PROMPTS).column("prompt").to_pylist()
-    assert texts["one"] == texts["two"] != texts["three"]
+    assert texts[0] == texts[1] != write("three", ENGINE["seed"], pool)
