@@ -16,13 +16,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import pyarrow as pa
 from pydantic import Field, model_validator
 
 from carryover.bench.online import BenchResult, OnlineConfig
 from carryover.bench.online import run as run_bench
 from carryover.config import Config
-from carryover.data.prompts import Prompt, PromptSource, read_prompts
+from carryover.data.prompts import PROMPTS, Prompt, PromptSource, read_prompts
 from carryover.data.regeneration import RegenerateConfig
+from carryover.data.responses import RESPONSES
+from carryover.data.store import is_store, read_store
 from carryover.data.synthesis import SynthesizeConfig
 from carryover.serving.config import ServeConfig
 from carryover.serving.endpoint import running
@@ -180,7 +183,7 @@ def _make_data(config: DemoConfig, screen: Screen) -> None:
             _stage(screen, 2, "prompts") as end,
             screen.jobs("prompts", config.synthesize.out) as report,
         ):
-            missing = _count(config.synthesize.out) < config.synthesize.num_prompts
+            missing = _count(config.synthesize.out, PROMPTS) < config.synthesize.num_prompts
             made = synthesize(config.synthesize, pool=pool() if missing else None, report=report)
             _keep_for_bench(config)
             end(f"{made.found:,} written by the target: {made.path}", reused=made.added == 0)
@@ -190,7 +193,7 @@ def _make_data(config: DemoConfig, screen: Screen) -> None:
         ):
             source = PromptSource(path=config.synthesize.out, limit=config.training_prompts)
             settings = config.regenerate.model_copy(update={"prompts": [source]})
-            missing = _count(settings.out) < config.training_prompts
+            missing = _count(settings.out, RESPONSES) < config.training_prompts
             answered = regenerate(settings, pool=pool() if missing else None, report=report)
             end(
                 f"{answered.rows:,} by the target: {answered.path}", reused=not answered.counts.done
@@ -210,10 +213,9 @@ def _line(prompt: Prompt) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
-def _count(folder: str) -> int:
-    import pyarrow.parquet as parquet
-
-    return sum(parquet.read_metadata(path).num_rows for path in Path(folder).glob("*.parquet"))
+def _count(folder: str | Path, schema: pa.Schema) -> int:
+    """Rows that a store holds, those of an interrupted part included."""
+    return read_store(folder, schema).num_rows if is_store(Path(folder)) else 0
 
 
 @contextmanager
