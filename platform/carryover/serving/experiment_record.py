@@ -9,7 +9,7 @@ from typing import Any
 
 from carryover.tracking import Run, Tracker
 
-EXPERIMENT = "carryover-traffic"
+EXPERIMENT = "traffic"
 _RELATIVE = "relative relative_low relative_high"
 _NO_METRIC = ("arm", "acceptance_per_position")
 
