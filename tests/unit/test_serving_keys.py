@@ -69,6 +69,22 @@ def test_a_bucket_lets_through_its_rate_on_average():
     assert 100 <= passed <= 106
 
 
+def test_replicas_together_grant_the_rate():
+    clock = Clock()
+    key = ApiKey(id="a", sha256=hash_key("a"), requests_per_minute=60, burst=1)
+    rings = [KeyRing([key], replicas=4, clock=clock) for _ in range(4)]
+    passed = 0
+    for step in range(4000):
+        try:
+            rings[step % 4].check("Bearer a")
+            passed += 1
+        except ApiError:
+            pass
+        clock.now += 0.01
+    # 40 s at one a second, and each replica's burst
+    assert 36 <= passed <= 44
+
+
 def test_every_key_is_compared_whichever_matches(monkeypatch):
     compared = []
     import hmac

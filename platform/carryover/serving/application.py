@@ -24,6 +24,7 @@ from carryover.serving.config import (
     check_drafters,
     check_target,
     engine_differences,
+    engine_setting,
 )
 from carryover.serving.ingress import ArmIngress, FrontSettings
 from carryover.serving.web import with_routes
@@ -33,7 +34,7 @@ from carryover.vllm_plugin.install import version_is_tried
 # The ingress sheds load itself, with an answer that says so; Serve's queue must never fill first.
 _NO_LIMIT = 1_000_000
 # What an experiment is about: when one of these changes, statistics begin anew.
-_IDENTITY = ("target", "drafter", "num_speculative_tokens")
+_IDENTITY = ("target", "drafter", "num_speculative_tokens", "own_settings")
 
 
 def build_application(config: ServeConfig, *, target: Target | None = None) -> Application:
@@ -127,6 +128,7 @@ def plugin_is_active() -> bool:
 def describe(config: ServeConfig, arm: Arm) -> dict[str, Any]:
     """What `/v1/models` tells about an arm, so that a bench can see what it compares."""
     engine = config.engine_of(arm)
+    differences = sorted(engine_differences(config.engine, engine))
     return {
         "model": config.model,
         "target": config.target,
@@ -135,5 +137,6 @@ def describe(config: ServeConfig, arm: Arm) -> dict[str, Any]:
         "num_speculative_tokens": arm.num_speculative_tokens,
         "engine": engine.model_dump(mode="json"),
         "allowed_differences": list(config.allowed_differences),
-        "differences": sorted(engine_differences(config.engine, engine)),
+        "differences": differences,
+        "own_settings": {name: engine_setting(engine, name) for name in differences},
     }

@@ -212,6 +212,12 @@ def engine_differences(one: EngineConfig, other: EngineConfig) -> set[str]:
     return found
 
 
+def engine_setting(engine: EngineConfig, name: str) -> Any:
+    """A setting by a name that `engine_differences` gives; None if `extra` does not hold it."""
+    section, _, key = name.rpartition(".")
+    return engine.extra.get(key) if section else getattr(engine, key)
+
+
 def check_drafters(config: ServeConfig) -> ServeConfig:
     """Check every arm's checkpoint folder, and return the configuration with proposal lengths set.
 

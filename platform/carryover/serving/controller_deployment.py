@@ -23,7 +23,9 @@ class DeployedController(TrafficController):
     """
 
     def __init__(self, config: dict[str, Any], arms: list[str], described: dict[str, Any]) -> None:
-        recorder = ExperimentRecorder(config["tracking_uri"]) if config["record"] else None
+        recorder = None
+        if config["record"]:
+            recorder = ExperimentRecorder(config["tracking_uri"], described=described)
         super().__init__(
             config, arms=arms, described=described, recorder=recorder, publish=SplitMetrics()
         )

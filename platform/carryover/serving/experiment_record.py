@@ -19,10 +19,18 @@ class ExperimentRecorder:
 
     Args:
         uri: of the store; see `stores.store_uri`.
+        described: by arm, what it is, for the run's parameters.
     """
 
-    def __init__(self, uri: str | None) -> None:
+    def __init__(
+        self, uri: str | None, *, described: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         self._tracker = Tracker(uri)
+        self._described = {
+            f"{arm}.{key}": value
+            for arm, about in (described or {}).items()
+            for key, value in about.items()
+        }
         self._open = ExitStack()
         self._run: Run | None = None
         self._lock = RLock()
@@ -78,6 +86,7 @@ class ExperimentRecorder:
                     "control": report["control"],
                     "arms": [row["arm"] for row in report["arms"]],
                     "began_s": report["began_s"],
+                    **self._described,
                     "guard": report["guard"],
                 }
             )

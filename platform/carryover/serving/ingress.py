@@ -127,7 +127,7 @@ class ArmIngress(OpenAiIngress):
         for arm, description in settings.described.items():
             self._model_cards[arm].metadata["carryover"] = description
         traffic, ingress = settings.traffic, settings.ingress
-        self._keys = KeyRing(settings.keys)
+        self._keys = KeyRing(settings.keys, replicas=ingress.replicas)
         self._admin_keys = KeyRing(settings.admin_keys, required=True)
         self._gate = Gate(
             self._arms, limit=traffic.max_queue_per_arm, replicas=ingress.replicas

@@ -102,6 +102,7 @@ class KeyRing:
     Args:
         keys: accepted ones; with none, everybody is let in unless `required`.
         required: whether a key is needed even if there is none.
+        replicas: that share requests at random; each grants its part of a key's rate.
         clock: monotonic seconds.
     """
 
@@ -110,11 +111,12 @@ class KeyRing:
         keys: Sequence[ApiKey],
         *,
         required: bool = False,
+        replicas: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keys = tuple((bytes.fromhex(key.sha256), key) for key in keys)
         self._buckets = {
-            key.id: TokenBucket(key.requests_per_minute / 60, key.burst, clock=clock)
+            key.id: TokenBucket(key.requests_per_minute / 60 / replicas, key.burst, clock=clock)
             for key in keys
             if key.requests_per_minute is not None
         }
