@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from carryover.durable import write_whole
 from carryover.errors import ConfigError
 from carryover.training.config import changed_settings
 from carryover.training.snapshots import Progress, Snapshots, read_progress
@@ -43,9 +43,7 @@ class RunFolder:
     def update(self, values: dict[str, Any]) -> None:
         """Change `run.json`, in one step."""
         record = {**(self.record() if self.exists else {}), **values}
-        temporary = self._record_path.with_name(".run.json.new")
-        temporary.write_text(json.dumps(record, indent=2) + "\n")
-        os.replace(temporary, self._record_path)
+        write_whole(self._record_path, json.dumps(record, indent=2) + "\n")
 
     def write_config(self, text: str) -> None:
         """Keep the settings of the latest start, for the reader."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,13 +24,13 @@ from typing import IO, Any, Self
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from carryover.durable import PARTIAL, replacing
 from carryover.errors import DataError, EnvironmentProblem
 from carryover.targets import identity_differences
 
 METADATA_PREFIX = "carryover."
 _JOURNAL = "journal.jsonl"
 _LOCK = ".lock"
-_PARTIAL = ".partial"
 
 
 class RowStore:
@@ -77,7 +76,7 @@ class RowStore:
             raise
 
     def _open(self) -> None:
-        for leftover in self.folder.glob(f"*{_PARTIAL}"):
+        for leftover in self.folder.glob(f"*{PARTIAL}"):
             leftover.unlink()
         parts = part_files(self.folder)
         _, rows = _read_journal(self.folder / _JOURNAL)
@@ -152,11 +151,11 @@ class RowStore:
                     self._pending, schema=self.schema.with_metadata(metadata)
                 )
                 path = self.folder / f"part-{self._next_part:06d}.parquet"
-                with _replacing(path) as partial:
+                with replacing(path) as partial:
                     pq.write_table(table, partial, compression="zstd")
                 self._next_part += 1
                 self._pending = []
-            with _replacing(self.folder / _JOURNAL) as partial:
+            with replacing(self.folder / _JOURNAL) as partial:
                 partial.write_text(json.dumps({"metadata": self.metadata}) + "\n")
             if self._journal is not None:
                 self._journal.close()
@@ -315,24 +314,6 @@ def _lock(folder: Path) -> IO[str]:
             f"another process is writing to {folder}; wait for it, or name another folder"
         ) from None
     return file
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Write under another name, make it durable, then rename: readers see all of it or nothing."""
-    partial = path.with_name(path.name + _PARTIAL)
-    yield partial
-    _sync(partial)
-    os.replace(partial, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from carryover.drafters.carried import config_section, read_section
 from carryover.drafters.initial import initialise
 from carryover.drafters.models import DRAFTERS, BlockDrafter
 from carryover.drafters.target_weights import borrow_target_weights
+from carryover.durable import sync
 from carryover.errors import CheckpointError, TargetError
 from carryover.targets import Target, identity_differences, resolve
 
@@ -70,7 +71,7 @@ def save(
         _write_json(scratch / CONFIG, _config_values(drafter))
         _write_json(scratch / PROVENANCE, record)
         for path in scratch.iterdir():
-            _sync(path)
+            sync(path)
         scratch.chmod(0o755)
         if folder.exists():
             old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-old-"))
@@ -79,7 +80,7 @@ def save(
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(scratch, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -319,11 +320,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from carryover.durable import sync
 from carryover.errors import CheckpointError
 
 FORMAT = 1
@@ -125,9 +126,9 @@ class Snapshots:
             (training / "state.json").write_text(json.dumps(state, indent=2) + "\n")
             for file in (*staged.iterdir(), *training.iterdir()):
                 if file.is_file():
-                    _sync(file)
+                    sync(file)
             os.replace(staged, final)
-            _sync(self.folder)
+            sync(self.folder)
         _point(self.run_folder / "last", final)
         if is_best:
             _point(self.run_folder / "best", final)
@@ -212,11 +213,3 @@ def _point(link: Path, target: Path) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(target, link.parent))
     os.replace(temporary, link)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

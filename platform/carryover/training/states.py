@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from carryover.durable import replacing, write_whole
 from carryover.errors import DataError, EnvironmentProblem
 from carryover.training.verification import read_target
 
@@ -216,7 +216,7 @@ class StateCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         description = self.folder / "cache.json"
         if not description.exists():
-            _write_atomically(description, json.dumps(self._key, indent=2).encode())
+            write_whole(description, json.dumps(self._key, indent=2).encode())
         for part in self.missing_parts() if parts is None else parts:
             self._write_part(part, online, on_rows)
 
@@ -238,23 +238,21 @@ class StateCache:
 
     def _write_part(self, part: int, online: OnlineStates, on_rows: Callable[[int], None]) -> None:
         schema = pa.schema([pa.field("row_id", pa.int64()), pa.field("states", pa.large_binary())])
-        temporary = self.folder / f".part-{part:06d}.{os.getpid()}"
         rows = self._rows_of(part)
-        try:
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-                for group in np.array_split(rows, -(-len(rows) // _ROWS_AT_ONCE)):
-                    found = online.states(group)
-                    states_TW = torch.cat([found.hidden_TC, found.last_hidden_TD], dim=-1)
-                    lengths = self._corpus.lengths(group).tolist()
-                    for row, states in zip(group, states_TW.split(lengths), strict=True):
-                        ids = pa.array([int(self._corpus.row_ids[row])], pa.int64())
-                        stored = pa.array([self._stored(states, int(row))], pa.large_binary())
-                        writer.write_batch(pa.record_batch([ids, stored], schema=schema))
-                    on_rows(len(states_TW))
-            _sync(temporary)
-            os.replace(temporary, self._part(part))
-        finally:
-            temporary.unlink(missing_ok=True)
+        with (
+            replacing(self._part(part)) as partial,
+            pa.OSFile(str(partial), "wb") as sink,
+            pa.ipc.new_file(sink, schema) as writer,
+        ):
+            for group in np.array_split(rows, -(-len(rows) // _ROWS_AT_ONCE)):
+                found = online.states(group)
+                states_TW = torch.cat([found.hidden_TC, found.last_hidden_TD], dim=-1)
+                lengths = self._corpus.lengths(group).tolist()
+                for row, states in zip(group, states_TW.split(lengths), strict=True):
+                    ids = pa.array([int(self._corpus.row_ids[row])], pa.int64())
+                    stored = pa.array([self._stored(states, int(row))], pa.large_binary())
+                    writer.write_batch(pa.record_batch([ids, stored], schema=schema))
+                on_rows(len(states_TW))
 
     def _stored(self, states_TW: torch.Tensor, row: int) -> bytes:
         converted = states_TW.to("cpu").to(self._dtype)
@@ -271,15 +269,3 @@ class StateCache:
 
     def _part(self, part: int) -> Path:
         return self.folder / f"part-{part:06d}.arrow"
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    _sync(temporary)
-    os.replace(temporary, path)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
