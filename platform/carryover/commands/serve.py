@@ -23,10 +23,12 @@ from carryover.commands.options import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from carryover.serving.config import ServeConfig
     from carryover.serving.endpoint import Endpoint
     from carryover.serving.startup import ArmState
 
 DEFAULT_CONFIG = "serve_apps/configs/embedded.yaml"
+AB_CONFIG = "serve_apps/configs/ab_embedded.yaml"
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +38,8 @@ def register(app: typer.Typer) -> None:
             f"platform serve --config {DEFAULT_CONFIG}",
             f"platform serve -c {DEFAULT_CONFIG} --set http.port=8080 "
             "--set arms.1.drafter=runs/mine",
+            f"platform serve -c {AB_CONFIG} --set traffic.weights.carryover=50 "
+            "--set traffic.weights.baseline=50",
             f"platform serve -c {DEFAULT_CONFIG} --dry-run",
             f"platform serve -c {DEFAULT_CONFIG} --address auto",
         )
@@ -58,7 +62,8 @@ def serve(
     """Serve the arms of an application behind one OpenAI-compatible endpoint, until Ctrl-C.
 
     An arm is the target alone, or the target with a drafter; each is a vLLM deployment of its own.
-    Clients choose an arm by its name as the model, or ask for the application's model.
+    Requests for the application's model are split between the arms as `traffic` says, which
+    `platform traffic` changes live; an arm's name as the model asks that arm.
     """  # fmt: skip
     from carryover.errors import ConfigError
     from carryover.guardian import guard, leftovers
@@ -76,6 +81,13 @@ def serve(
     from carryover.serving.endpoint import running, watch_health
 
     log = log_console()
+    if not (application.http.is_local or application.security.keys):
+        log.print(
+            f"[yellow]warning:[/] anyone who reaches {application.http.host}:"
+            f"{application.http.port} may use the endpoint; set security.keys, or http.host to "
+            "127.0.0.1",
+            highlight=False,
+        )
     stray = leftovers()
     if stray:
         listed = ", ".join(str(process.pid) for process in stray)
@@ -86,7 +98,7 @@ def serve(
     with ExitStack() as stack:
         with startup_view() as show:
             endpoint = stack.enter_context(running(application, address=address, report=show))
-        _announce(endpoint)
+        _announce(endpoint, application)
         try:
             watch_health(application.name, tell=partial(log.print, highlight=False, markup=False))
         except KeyboardInterrupt:
@@ -142,8 +154,8 @@ def example_request(url: str, model: str) -> str:
     )
 
 
-def _announce(endpoint: Endpoint) -> None:
-    out = console()
+def _announce(endpoint: Endpoint, application: ServeConfig) -> None:
+    out, log = console(), log_console()
     out.print(
         f"[bold green]ready[/] {endpoint.url}/v1  model {endpoint.model}; "
         f"arms: {', '.join(endpoint.arms)}",
@@ -155,4 +167,11 @@ def _announce(endpoint: Endpoint) -> None:
     )  # fmt: skip
     if endpoint.metrics_url is not None:
         out.print(f"metrics {endpoint.metrics_url}", markup=False, highlight=False, soft_wrap=True)
-    log_console().print("stop with Ctrl-C")
+    weights = application.traffic.resolve(arms=endpoint.arms, application=application.name).weights
+    shares = ", ".join(f"{arm} {weight:.4g}" for arm, weight in weights.items())
+    log.print(
+        f"configured split: {shares}; see and change it with: platform traffic show "
+        f"--url {endpoint.url} --key-file {endpoint.admin_key_file}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    log.print("stop with Ctrl-C")

@@ -87,6 +87,11 @@ class Http(Config):
         description="Chunks are held back and sent together this often; 0 sends each at once.",
     )  # fmt: skip
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
 
 class Resources(Config):
     """What one replica of an arm reserves in Ray."""
