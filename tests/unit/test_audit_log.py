@@ -141,13 +141,20 @@ def test_a_damaged_state_is_refused_with_its_name(tmp_path):
         folder.close()
 
 
-def test_two_controllers_cannot_have_one_folder(tmp_path):
+def test_only_one_process_writes_a_folder(tmp_path):
     first = StateFolder(tmp_path)
-    with pytest.raises(ServingError, match="another application uses the state folder"):
-        StateFolder(tmp_path, lock_timeout_s=0)
+    first.save(saved(1))
+    second = StateFolder(tmp_path)
+    assert (first.is_owner, second.is_owner) == (True, False)
+    assert second.load() == saved(1)
+    with pytest.raises(ServingError, match="another application still has the state folder"):
+        second.save(saved(2))
+    second.close()
     first.close()
     first.close()
-    StateFolder(tmp_path, lock_timeout_s=0).close()
+    third = StateFolder(tmp_path)
+    assert third.is_owner and third.load() == saved(1)
+    third.close()
 
 
 def test_a_killed_controller_leaves_no_lock_and_no_torn_state(tmp_path):

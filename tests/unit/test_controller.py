@@ -776,6 +776,99 @@ def test_a_lost_state_folder_does_not_leave_replicas_on_the_old_split(make, cloc
     run(scene())
 
 
+# Two controllers with one state folder: one application takes the place of another
+
+
+@pytest.fixture
+def pair(tmp_path, clock):
+    """A controller, and makes one that stands by; both are closed at the end."""
+    old = controller(tmp_path / "state", clock, weights=EVEN)
+    made = [old]
+
+    def make(**settings):
+        made.append(controller(tmp_path / "state", clock, **{"weights": EVEN, **settings}))
+        return made[-1]
+
+    yield old, make
+    for each in made:
+        each.close()
+
+
+def test_a_controller_stands_by_until_the_one_before_has_gone(pair, clock):
+    async def scene():
+        old, make = pair
+        before = Replica(old, "before")
+        await before.call()
+        async with calling(before):
+            await ask(old, "set", weights={"baseline": 70, "carryover": 30})
+        await see(before, clock, baseline=30, carryover=10)
+
+        new = make()
+        after = Replica(new, "after")
+        # the split that people have set, not that of the configuration
+        assert (await after.call())["weights"]["carryover"] == 0.3
+        assert (await ask(new, "show"))["standby"]
+        code, message = await refused(new, "set", weights=EVEN)
+        assert code == 400 and "another application still has the state folder" in message
+        # it neither evaluates nor logs
+        await see(after, clock, baseline=5, carryover=40, carryover_outcome="error")
+        assert (await new.reconfigure_traffic({"guard": {"max_error_rate": 0.5}}))["standby"]
+        assert not await new.take_over()
+        assert [action for action, _ in await actions(old)] == ["begin", "set"]
+        # and follows what is changed at the other meanwhile
+        async with calling(before):
+            await ask(old, "set", weights={"baseline": 60, "carryover": 40})
+        assert not await new.take_over()
+        await after.call()
+        assert after.traffic.weights["carryover"] == 0.4
+
+        old.close()
+        assert await new.take_over()
+        shown = await ask(new, "show")
+        assert not shown["standby"]
+        # what both saw, and what user_config asked for meanwhile
+        assert [row["requests"] for row in shown["arms"]] == [35, 50]
+        assert shown["guard"]["max_error_rate"] == 0.5
+        assert [action for action, _ in await actions(new)] == ["begin", "set", "set", "guard"]
+        # the other's replicas are gone too
+        clock.pass_(5)
+        async with calling(after):
+            assert (await ask(new, "set", weights=EVEN))["late"] == []
+
+    run(scene())
+
+
+def test_one_with_other_arms_stands_by_with_the_split_of_its_configuration(pair, clock):
+    async def scene():
+        old, make = pair
+        await ask(old, "rollback")
+        clock.pass_(60)
+        new = make(arms=("plain", "other"), weights={"plain": 75, "other": 25})
+        assert (await Replica(new).call())["weights"] == {"plain": 0.75, "other": 0.25}
+        old.close()
+        assert await new.take_over()
+        shown = await ask(new, "show")
+        assert shown["weights"] == {"plain": 0.75, "other": 0.25}
+        assert [action for action, _ in await actions(new)] == ["begin", "rollback", "begin"]
+
+    run(scene())
+
+
+def test_the_background_takes_over_by_itself(pair):
+    async def scene():
+        old, make = pair
+        new = make(evaluation_period_s=0.02)
+        await new.check_health()
+        old.close()
+        for _ in range(500):
+            if not (await ask(new, "show"))["standby"]:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("still standing by")
+
+    run(scene())
+
+
 # The end of an experiment
 
 

@@ -37,7 +37,8 @@ def controller(folder, clock, *, arms=ARMS, described=None, recorder=None, timin
     return TrafficController(
         section(folder, **settings).model_dump(mode="json"), arms=arms, described=described,
         clock=clock, recorder=recorder,
-        timing=timing or Timing(lead_s=0.0, confirm_timeout_s=0.5, record_timeout_s=20),
+        timing=timing
+        or Timing(lead_s=0.0, confirm_timeout_s=0.5, record_timeout_s=20, lock_timeout_s=0),
     )  # fmt: skip
 
 

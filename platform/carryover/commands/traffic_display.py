@@ -64,6 +64,11 @@ def comparison_table(answer: Mapping[str, Any]) -> Table:
 def remarks(answer: Mapping[str, Any]) -> list[str]:
     """Lines under the tables: ramp, shadow, guard, and whatever is not as it should be."""
     lines = []
+    if answer["standby"]:
+        lines.append(
+            "STANDING BY: another application has the state folder; until it is gone, this one "
+            "follows its split, and neither evaluates nor changes anything"
+        )
     if answer["kept_weights"] is not None:
         lines.append(f"paused: resume brings back {weights_text(answer['kept_weights'])}")
     if (ramp := answer["ramp"]) is not None:

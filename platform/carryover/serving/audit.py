@@ -45,13 +45,16 @@ class AuditLog:
 
     Args:
         path: made when absent, with its folder.
+        read_only: another process writes it.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
+        if read_only:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         # Also proves at the start that the log can be written.
         with open(path, "ab") as file:
@@ -84,6 +87,8 @@ class AuditLog:
         Returns:
             The entries, and how many lines of the whole file could not be read.
         """
+        if not self.path.exists():
+            return [], 0
         entries: deque[AuditEntry] = deque(maxlen=last)
         unreadable = 0
         with open(self.path, encoding="utf-8", errors="replace") as file:

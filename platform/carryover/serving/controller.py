@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 # Between two calls of an ingress replica.
 HEARTBEAT_S = 0.5
 _MAX_TEXT = 1000
+_MOST_WAITING = 50_000
 _REPORT_ENTRIES = 500
 
 
@@ -47,12 +49,15 @@ class Timing:
             that all know of it by then.
         confirm_timeout_s: how long a change waits for confirmations.
         record_timeout_s: how long the end of an experiment waits for its record.
+        lock_timeout_s: how long an earlier controller may take to give the state folder back,
+            before this one stands by.
     """
 
     replica_timeout_s: float = 6 * HEARTBEAT_S
     lead_s: float = 2 * HEARTBEAT_S
     confirm_timeout_s: float = 5.0
     record_timeout_s: float = 30.0
+    lock_timeout_s: float = 5.0
 
 
 class TrafficController:
@@ -69,7 +74,7 @@ class TrafficController:
 
     Raises:
         ConfigError: the section does not fit the arms.
-        ServingError: another controller uses the state folder, or it is damaged.
+        ServingError: the state folder cannot be used, or is damaged.
     """
 
     def __init__(
@@ -94,10 +99,11 @@ class TrafficController:
         self._failed = ""
         self._loop: asyncio.Task | None = None
         self._unfinished: set[asyncio.Task] = set()
-        self._split = KeptSplit(
-            resolved, arms=self._arms, described=described or {}, replicas=self._replicas,
-            now=clock(), effective_at=clock() + timing.lead_s,
-        )  # fmt: skip
+        # For the time of standing by: what replicas saw, and what Serve's `user_config` asked.
+        self._waiting: deque[Sequence[Any]] = deque(maxlen=_MOST_WAITING)
+        self._asked: Mapping[str, Any] | None = None
+        self._described = dict(described or {})
+        self._split = self._open(resolved, lock_timeout_s=timing.lock_timeout_s)
 
     # Replicas
 
@@ -129,6 +135,8 @@ class TrafficController:
         self._ensure_running()
         if self._replicas.note(replica, version=version, sequence=sequence, dropped=dropped):
             self._split.results.add(observations)
+            if self._split.is_standby:
+                self._waiting.extend(observations)
         for time_s, arm, kind, text in events:
             if arm in self._arms:
                 self._replicas.note_arm(replica, arm, is_down=kind == "down")
@@ -141,13 +149,15 @@ class TrafficController:
     async def _outnumber(self, version: int) -> None:
         """The state folder was lost, or is a backup: number on from what replicas follow."""
         async with self._changing:
-            if version > self._split.state.traffic.version:
+            if not self._split.is_standby and version > self._split.state.traffic.version:
                 change = renumber(self._split.state, version + 1)
                 why = f"replicas follow split {version}, which the state folder does not know"
                 await self._apply(change, who="controller", why=why)
 
     async def _log_arms(self, time_s: float, why: str) -> None:
         """Log arms that went down or came up since: once, however many replicas noticed it."""
+        if self._split.is_standby:
+            return
         down = self._replicas.down()
         changed, self._replicas.logged_down = self._replicas.logged_down ^ down, down
         for arm in sorted(changed):
@@ -200,6 +210,9 @@ class TrafficController:
         """
         try:
             section = overlaid(self._split.arguments, config, self._arms)
+            if self._split.is_standby:
+                self._asked = config
+                return views.without_nan(self._overview())
             await self._finish(self._adopt(section, config))
         except UserError as error:
             return _error(str(error), 400)
@@ -257,6 +270,7 @@ class TrafficController:
                 rules=self._split.config.guard, now=now,
             ),
             "evaluation": {**evaluated, "period_s": self._split.config.evaluation_period_s},
+            "standby": self._split.is_standby,
             "down": sorted(self._replicas.down()),
             "replicas": views.replica_views(self._replicas.live(), now=now),
             "dropped": self._replicas.dropped,
@@ -307,6 +321,31 @@ class TrafficController:
                 change = next_step(state, arms=self._arms, effective_at=at)
                 await self._apply(change, who="ramp", why=found.why)
 
+    async def take_over(self) -> bool:
+        """Take the place of a controller that has gone; returns whether it has."""
+        async with self._changing:
+            split = self._open(self._split.arguments, lock_timeout_s=0.0)
+            self._split.close()
+            if split.is_standby:
+                # The other may have changed its split; what was seen here stays.
+                split.results = self._split.results
+                self._split = split
+                return False
+            split.results.add(self._waiting)
+            self._split = split
+            self._waiting.clear()
+        logger.info("the state folder is free: no longer standing by")
+        if self._asked is not None:
+            await self.reconfigure_traffic(self._asked)
+        return True
+
+    def _open(self, config: TrafficConfig, *, lock_timeout_s: float) -> KeptSplit:
+        now = self._clock()
+        return KeptSplit(
+            config, arms=self._arms, described=self._described, replicas=self._replicas, now=now,
+            effective_at=now + self._timing.lead_s, lock_timeout_s=lock_timeout_s,
+        )  # fmt: skip
+
     async def save(self) -> None:
         """Write the statistics to the state folder, and a roll-back that found the disk full."""
         async with self._changing:
@@ -337,6 +376,8 @@ class TrafficController:
         while True:
             await asyncio.sleep(self._split.config.evaluation_period_s)
             try:
+                if self._split.is_standby and not await self.take_over():
+                    continue
                 await self.evaluate()
                 # Replicas that are gone no longer miss an arm.
                 await self._log_arms(self._clock(), "no replica misses it any more")

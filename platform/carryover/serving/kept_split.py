@@ -31,6 +31,10 @@ class LeftOpen:
 class KeptSplit:
     """Goes on where the last controller ended, or begins.
 
+    While another process has the state folder (an application that this one is to take the place
+    of), it stands by: it follows the other's split as far as the arms are the same, and writes
+    nothing.
+
     Args:
         config: the resolved `traffic:` section.
         arms: names of all arms, the control first.
@@ -38,6 +42,7 @@ class KeptSplit:
         replicas: whose delivered batches are kept with the results.
         now: seconds since the epoch.
         effective_at: when replicas change over, if the configuration changed.
+        lock_timeout_s: how long to wait for an earlier controller before standing by.
 
     Attributes:
         arguments: the section that the application was built with.
@@ -50,7 +55,7 @@ class KeptSplit:
         left_open: experiments whose end nobody has recorded yet.
 
     Raises:
-        ServingError: another controller uses the state folder, or it is damaged.
+        ServingError: the state folder cannot be used, or is damaged.
     """
 
     def __init__(
@@ -62,12 +67,13 @@ class KeptSplit:
         replicas: Replicas,
         now: float,
         effective_at: float,
+        lock_timeout_s: float = 0.0,
     ) -> None:
         self._arms, self._described, self._replicas = tuple(arms), dict(described), replicas
         self.arguments = self.config = config
         self.results = Results(arms)
         self.left_open: list[LeftOpen] = []
-        self._folder = StateFolder(config.state)
+        self._folder = StateFolder(config.state, lock_timeout_s=lock_timeout_s)
         self.audit = self._folder.audit
         try:
             self._restore(config, now=now, effective_at=effective_at)
@@ -79,6 +85,11 @@ class KeptSplit:
     def state(self) -> State:
         """The state in force."""
         return self.saved.state
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether another process has the state folder."""
+        return not self._folder.is_owner
 
     @property
     def is_written(self) -> bool:
@@ -159,14 +170,17 @@ class KeptSplit:
 
     def close(self) -> None:
         """Write the results and give the state folder back; does nothing the second time."""
-        if self._folder.is_open:
-            try:
+        try:
+            if self._folder.is_open and self._folder.is_owner:
                 self._folder.save_results(self.results_json())
-            finally:
-                self._folder.close()
+        finally:
+            self._folder.close()
 
     def _restore(self, config: TrafficConfig, *, now: float, effective_at: float) -> None:
         saved = self._folder.load()
+        if self.is_standby:
+            self._stand_by(config, saved, now=now)
+            return
         if saved is None:
             change = begin(config, now=now)
             entry = change.entry(time_s=now, who="configuration", why="first start")
@@ -199,6 +213,15 @@ class KeptSplit:
 
     def _wishes(self, config: TrafficConfig) -> dict[str, Any]:
         return wishes(config, self._arms, self._described)
+
+    def _stand_by(self, config: TrafficConfig, saved: Saved | None, *, now: float) -> None:
+        """Follow the other's split if it is one of these arms, else what the configuration asks."""
+        if saved is not None and tuple(saved.state.traffic.weights) == self._arms:
+            self.saved = saved
+            return
+        change = begin(config, now=now)
+        entry = change.entry(time_s=now, who="configuration", why="standing by")
+        self.saved = Saved(state=change.state, entry=entry, configured=self._wishes(config))
 
     def _load_results(self, *, now: float) -> None:
         """Read the statistics; what cannot be read, as after an upgrade, is put aside and logged.

@@ -20,8 +20,6 @@ from carryover.errors import ServingError
 from carryover.serving.audit import AuditEntry, AuditLog
 from carryover.serving.changes import State
 
-LOCK_TIMEOUT_S = 30.0
-
 
 class Saved(Config):
     """The content of `traffic.json`.
@@ -43,7 +41,7 @@ class Saved(Config):
 
 
 class StateFolder:
-    """Files of one application's split; one process at a time may have them.
+    """Files of one application's split; one process at a time may write them.
 
     Args:
         path: the folder; made when absent.
@@ -51,19 +49,20 @@ class StateFolder:
 
     Attributes:
         saved: what `traffic.json` holds; None while there is none.
+        is_owner: whether this process may write; another one has the folder otherwise.
 
     Raises:
-        ServingError: another process has the folder, or it cannot be written.
+        ServingError: the folder cannot be used.
     """
 
-    def __init__(self, path: Path, *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+    def __init__(self, path: Path, *, lock_timeout_s: float = 0.0) -> None:
         self.path = path
         self.saved: Saved | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / "controller.lock", os.O_RDWR | os.O_CREAT, 0o644)
-            _lock(self._lock, path, lock_timeout_s)
-            self.audit = AuditLog(path / "audit.jsonl")
+            self.is_owner = _lock(self._lock, lock_timeout_s)
+            self.audit = AuditLog(path / "audit.jsonl", read_only=not self.is_owner)
         except OSError as error:
             raise ServingError(
                 f"cannot use the state folder {path}: {error.strerror or error}; make it writable, "
@@ -88,7 +87,7 @@ class StateFolder:
                 f"({'.'.join(map(str, problem['loc']))}: {problem['msg']}); move it away to begin "
                 "with the configuration's weights"
             ) from None
-        if saved.entry not in self.audit.read()[0]:
+        if self.is_owner and saved.entry not in self.audit.read()[0]:
             self.audit.append(saved.entry)
         self.saved = saved
         return saved
@@ -98,7 +97,13 @@ class StateFolder:
 
         Raises:
             OSError: the disk is full or gone; the earlier state still holds.
+            ServingError: another process has the folder.
         """
+        if not self.is_owner:
+            raise ServingError(
+                f"another application still has the state folder {self.path}: change the split "
+                "there, or wait until it is gone; if it is to stay, set traffic.state to another"
+            )
         self._write("traffic.json", saved.model_dump(mode="json"))
         try:
             if self.saved is None or saved.entry != self.saved.entry:
@@ -172,17 +177,14 @@ class StateFolder:
             os.close(folder)
 
 
-def _lock(descriptor: int, path: Path, timeout_s: float) -> None:
+def _lock(descriptor: int, timeout_s: float) -> bool:
+    """Whether the lock could be had."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+            return True
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                os.close(descriptor)
-                raise ServingError(
-                    f"another application uses the state folder {path}; set traffic.state to "
-                    "another folder, or stop that application"
-                ) from None
+                return False
             time.sleep(0.2)
