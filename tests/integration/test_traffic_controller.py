@@ -61,7 +61,7 @@ def application(tmp_path_factory):
     import stub_ingress
     from ray import serve
 
-    from carryover.serving import controller
+    from carryover.serving import controller_deployment
     from carryover.serving.traffic import TrafficConfig
 
     folder = tmp_path_factory.mktemp("traffic")
@@ -86,9 +86,8 @@ def application(tmp_path_factory):
         front = serve.deployment(
             stub_ingress.StubIngress, num_replicas=REPLICAS, ray_actor_options={"num_cpus": 0.1}
         )
-        serve.run(
-            front.bind(controller.deployment(config, arms=ARMS), str(folder)), name="trial"
-        )
+        owner = controller_deployment.deployment(config, arms=ARMS)
+        serve.run(front.bind(owner, str(folder)), name="trial")
         yield Application(port, folder)
     finally:
         ray.shutdown()

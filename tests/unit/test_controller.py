@@ -9,9 +9,8 @@ from itertools import pairwise
 import pytest
 from traffic_scenes import ARMS, START, Clock, Replica, calling, controller, requests
 
-from carryover.serving import arm_statistics, replicas
-from carryover.serving import controller as module
-from carryover.serving.controller import Timing
+from carryover.serving import arm_statistics, replicas, steering
+from carryover.serving.timing import Timing
 
 EVEN = {"baseline": 50, "carryover": 50}
 PERIOD_S = 10.5
@@ -251,10 +250,10 @@ def test_a_full_disk_does_not_keep_users_on_a_broken_arm(make, clock, monkeypatc
             await replica.call()
             assert replica.traffic.weights["carryover"] == 0.0
             with pytest.raises(OSError, match="No space"):
-                await owner.save()
+                await owner._steering.save()
         # once there is room, the log has it too
-        await owner.save()
-        await owner.save()
+        await owner._steering.save()
+        await owner._steering.save()
         assert await actions(owner) == [("begin", "configuration"), ("rollback", "guard")]
         assert (await ask(make(weights=EVEN), "show"))["weights"]["carryover"] == 0.0
 
@@ -540,7 +539,7 @@ def test_a_failed_evaluation_never_ramps_and_is_shown(make, clock, monkeypatch):
             raise RuntimeError("statistics are broken")
 
         with monkeypatch.context() as patch:
-            patch.setattr(module, "evaluate", broken)
+            patch.setattr(steering, "evaluate", broken)
             for _ in range(3):
                 await see(replica, clock, baseline=30, carryover=30)
                 await owner.evaluate()
@@ -637,7 +636,7 @@ def test_a_killed_controller_loses_no_change_and_at_most_one_period_of_statistic
         replica = Replica(owner)
         await replica.call()
         await see(replica, clock, baseline=10, carryover=10)
-        await owner.save()
+        await owner._steering.save()
         await see(replica, clock, baseline=10, carryover=10)
         async with calling(replica):
             await ask(owner, "set", weights={"baseline": 100})
@@ -813,17 +812,17 @@ def test_a_controller_stands_by_until_the_one_before_has_gone(pair, clock):
         # it neither evaluates nor logs
         await see(after, clock, baseline=5, carryover=40, carryover_outcome="error")
         assert (await new.reconfigure_traffic({"guard": {"max_error_rate": 0.5}}))["standby"]
-        assert not await new.take_over()
+        assert not await new._steering.take_over()
         assert [action for action, _ in await actions(old)] == ["begin", "set"]
         # and follows what is changed at the other meanwhile
         async with calling(before):
             await ask(old, "set", weights={"baseline": 60, "carryover": 40})
-        assert not await new.take_over()
+        assert not await new._steering.take_over()
         await after.call()
         assert after.traffic.weights["carryover"] == 0.4
 
         old.close()
-        assert await new.take_over()
+        assert await new._steering.take_over()
         shown = await ask(new, "show")
         assert not shown["standby"]
         # what both saw, and what user_config asked for meanwhile
@@ -846,7 +845,7 @@ def test_one_with_other_arms_stands_by_with_the_split_of_its_configuration(pair,
         new = make(arms=("plain", "other"), weights={"plain": 75, "other": 25})
         assert (await Replica(new).call())["weights"] == {"plain": 0.75, "other": 0.25}
         old.close()
-        assert await new.take_over()
+        assert await new._steering.take_over()
         shown = await ask(new, "show")
         assert shown["weights"] == {"plain": 0.75, "other": 0.25}
         assert [action for action, _ in await actions(new)] == ["begin", "rollback", "begin"]

@@ -14,7 +14,7 @@ from traffic_scenes import Clock, Replica, calling, controller, requests
 
 from carryover import cli
 from carryover.serving.admin import read_key
-from carryover.serving.controller import Timing
+from carryover.serving.timing import Timing
 
 KEY = "secret-admin-key"
 

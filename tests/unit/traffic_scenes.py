@@ -3,8 +3,9 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-from carryover.serving.controller import Timing, TrafficController
+from carryover.serving.controller import TrafficController
 from carryover.serving.observations import Observation, split_name
+from carryover.serving.timing import Timing
 from carryover.serving.traffic import Traffic, TrafficConfig
 
 ARMS = ("baseline", "carryover")

@@ -16,7 +16,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import to_model_meta
 from ray.serve import Application
 from ray.serve.llm import build_llm_deployment
 
-from carryover.serving import controller
+from carryover.serving import controller_deployment
 from carryover.serving.arms import llm_config, size_kv_cache
 from carryover.serving.config import (
     Arm,
@@ -103,7 +103,7 @@ def bind_front(
         llm_deployments=dict(arms),
         model_cards=dict(cards),
         settings=settings,
-        controller=controller.deployment(
+        controller=controller_deployment.deployment(
             traffic,
             arms=names,
             described={

@@ -12,9 +12,9 @@ import time
 from typing import Any
 
 from carryover.serving.admission import Gate, Health
-from carryover.serving.controller import HEARTBEAT_S
 from carryover.serving.observations import split_name
 from carryover.serving.telemetry import Telemetry
+from carryover.serving.timing import HEARTBEAT_S
 from carryover.serving.traffic import Traffic
 
 _ANSWER_TIMEOUT_S = 10.0
