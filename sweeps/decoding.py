@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from carryover.errors import ServingError
@@ -19,7 +20,7 @@ from sweeps.ledger import Ledger, TrialEnd, write_whole
 from sweeps.listeners import Listeners
 from sweeps.loading import CONFIG_FILE, open_ledger
 from sweeps.measuring import measure_function
-from sweeps.records import Records, recorded
+from sweeps.records import Records, record_answer, recorded
 from sweeps.search import Listed, OptunaSearch, Search, Wait, sample, score_of
 from sweeps.settings import (
     Load,
@@ -40,6 +41,7 @@ def run(
     listeners: Sequence[Listener] = (),
     budget_s: float | None = None,
     retry_failed: bool = False,
+    answer: Callable[[Ledger], Sequence[Path]] | None = None,
 ) -> RunFigures | None:
     """Measure what a sweep still lacks; None if that is nothing.
 
@@ -48,6 +50,7 @@ def run(
         tracker: where to record it; None records nothing.
         listeners: are told of everything that happens.
         budget_s: after which nothing is started, and what runs is cut.
+        answer: writes what was found to files, which are then recorded.
         retry_failed: try settings again that failed for good.
 
     Raises:
@@ -89,6 +92,7 @@ def run(
             raise ServingError(
                 f"no engine of the sweep could be measured; see {ledger.trials_file}"
             )
+        record_answer(parent, ledger, answer)
     return figures
 
 

@@ -56,4 +56,5 @@ def open_ledger(config: SweepConfig) -> Ledger:
     Raises:
         ConfigError: it holds another sweep.
     """
+    config = config.absolute()
     return Ledger(config.out, config.identity(), kept=KEPT, part=("temperature", "concurrency"))

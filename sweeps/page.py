@@ -24,11 +24,13 @@ from sweeps.answer import (
     recommend,
 )
 from sweeps.ledger import Ledger
-from sweeps.settings import MEASURE, SweepConfig, settings_of
+from sweeps.settings import MEASURE, Setting, SweepConfig, settings_of
 
 # of a heat map's letters on light and dark cells, whatever the page's colours
 _ON_LIGHT, _ON_DARK = "#111111", "#fcfcfc"
 _MAX_CURVES = 6
+_MAX_ROWS = 24
+_MAX_CROSSINGS = 60
 
 
 def write_page(config: SweepConfig, ledger: Ledger, file: Path) -> Path:
@@ -134,6 +136,8 @@ def _gains(page: Page, title: str, gains: Sequence[Gain]) -> None:
         "In brackets: the intervals of both measurements leave room for no difference."
     )
     furthest = max(abs(np.log(gain.ratio)) for gain in drafted)
+    shown = _best_rows(page, drafted)
+    drafted = [gain for gain in drafted if gain.point.setting in shown]
     groups = sorted({(g.point.load.temperature, g.point.setting.arm) for g in drafted})
     for temperature, arm in groups:
         here = [
@@ -142,6 +146,20 @@ def _gains(page: Page, title: str, gains: Sequence[Gain]) -> None:
             if (gain.point.load.temperature, gain.point.setting.arm) == (temperature, arm)
         ]
         _heat_map(page, f"{arm}, temperature {temperature:g}", here, float(furthest), title)
+
+
+def _best_rows(page: Page, gains: Sequence[Gain]) -> set[Setting]:
+    """Of each arm the settings with the highest gains, as many as a heat map can show."""
+    best: dict[Setting, float] = {}
+    for gain in gains:
+        best[gain.point.setting] = max(gain.ratio, best.get(gain.point.setting, 0.0))
+    shown: set[Setting] = set()
+    for arm in {setting.arm for setting in best}:
+        mine = sorted((s for s in best if s.arm == arm), key=lambda s: -best[s])
+        shown |= set(mine[:_MAX_ROWS])
+    if len(shown) < len(best):
+        page.note(f"The best {len(shown)} of {len(best):,} settings, at most {_MAX_ROWS} an arm.")
+    return shown
 
 
 def _heat_map(page: Page, name: str, gains: Sequence[Gain], furthest: float, what: str) -> None:
@@ -222,10 +240,17 @@ def _where_it_pays(page: Page, gains: Sequence[Gain]) -> None:
             description="; ".join(f"{c.setting} {c.text}" for c in said) + ".",
             caption="" if len(shown) == len(curves) else f"the best {len(shown)} of {len(curves)}",
         )  # fmt: skip
+    highest: dict[str, float] = {}
+    for gain in gains:
+        name = gain.point.setting.name
+        highest[name] = max(gain.ratio, highest.get(name, 0.0))
+    listed = sorted(found, key=lambda c: -highest[c.setting])[:_MAX_CROSSINGS]
     page.table(
-        "The crossing",
+        "The crossing"
+        if len(listed) == len(found)
+        else f"The crossing of the best, of {len(found):,}",
         ["setting", "temperature", "more tokens/s than no drafter"],
-        [[crossing.setting, crossing.temperature, crossing.text] for crossing in found],
+        [[crossing.setting, crossing.temperature, crossing.text] for crossing in listed],
     )
 
 

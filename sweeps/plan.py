@@ -17,6 +17,8 @@ from statistics import median
 from sweeps.ledger import Ledger
 from sweeps.settings import Load, Setting, SweepConfig
 
+_ENOUGH_RUNS = 200
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -30,7 +32,7 @@ class Parts:
         overhead_s: seconds of a slot that pass between trials, per trial.
         request_bytes: stored per request.
         row_bytes: of a line in the ledger.
-        record_bytes: of a run in the MLflow store; None if that is not known.
+        record_bytes: of a run in the MLflow store; None if it holds too few to tell.
         max_tokens: of a response, when these were measured.
         num_trials: that started an engine.
         num_loads: that were measured.
@@ -129,7 +131,8 @@ def _record_bytes(file: Path) -> float | None:
             (count,) = database.execute("select count(*) from runs").fetchone()
     except sqlite3.Error:
         return None
-    return store.stat().st_size / count if count else None
+    # of fewer, the size is that of an empty store
+    return store.stat().st_size / count if count >= _ENOUGH_RUNS else None
 
 
 @dataclass(frozen=True)

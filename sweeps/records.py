@@ -12,7 +12,7 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,16 @@ def recorded(
         write_whole(file, json.dumps({"uri": tracker.uri, "run_id": parent.id}) + "\n")
         parent.log_params(params)
         yield parent
+
+
+def record_answer(
+    parent: Run | None, ledger: Ledger, answer: Callable[[Ledger], Sequence[Path]] | None
+) -> None:
+    """Write the answer, and store copies of its files in the parent run."""
+    files = [] if answer is None else answer(ledger)
+    if parent is not None:
+        for file in files:
+            parent.log_file(file)
 
 
 def _children(tracker: Tracker, parent_id: str) -> tuple[set[str], set[str]]:

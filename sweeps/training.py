@@ -23,7 +23,7 @@ from sweeps.halving import why_stop_at
 from sweeps.ledger import Ledger, TrialEnd, write_whole
 from sweeps.listeners import Listeners
 from sweeps.loading import CONFIG_FILE
-from sweeps.records import Records, recorded
+from sweeps.records import Records, record_answer, recorded
 from sweeps.search import Listed, OptunaSearch, Score, Search, Wait, sample
 from sweeps.training_settings import (
     ACCEPTANCE,
@@ -47,6 +47,7 @@ def open_ledger(config: TrainingSweepConfig) -> Ledger:
     Raises:
         ConfigError: it holds another sweep.
     """
+    config = config.absolute()
     return Ledger(config.out, config.identity(), kept=(ACCEPTANCE,), part=("at",))
 
 
@@ -57,6 +58,7 @@ def run(
     listeners: Sequence[Listener] = (),
     budget_s: float | None = None,
     retry_failed: bool = False,
+    answer: Callable[[Ledger], Sequence[Path]] | None = None,
 ) -> RunFigures | None:
     """Train what a sweep still lacks; None if that is nothing.
 
@@ -65,6 +67,7 @@ def run(
         tracker: where to record it; None records nothing.
         listeners: are told of everything that happens.
         budget_s: after which nothing is started, and what runs is cut.
+        answer: writes what was found to files, which are then recorded.
         retry_failed: try trainings again that failed for good.
 
     Raises:
@@ -103,6 +106,7 @@ def run(
                 records.close()
         if not ledger.figures and not (figures and figures.out_of_time):
             raise ServingError(f"no training of the sweep was measured; see {ledger.trials_file}")
+        record_answer(parent, ledger, answer)
     return figures
 
 

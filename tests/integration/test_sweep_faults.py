@@ -107,18 +107,6 @@ def test_a_killed_trial_and_a_killed_driver_lose_and_repeat_nothing(tmp_path):
     assert not list(out.glob(".tune*")), "Tune's own files are removed"
 
 
-def test_a_budget_ends_a_sweep_which_then_goes_on(tmp_path):
-    settings = config(search={}, resources={"cpus": 2}, proposal_lengths=list(range(1, 12)))
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(settings))
-    process = start(tmp_path, "--config", "sweep.yaml", "--budget", "8s")
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, said
-    assert "the budget is spent" in said and "--resume" in said
-    out = tmp_path / "runs/sweeps/faults"
-    assert len(lines(out / "measurements.jsonl")) < 24
-    assert {end["outcome"] for end in lines(out / "trials.jsonl")} <= {"done"}
-
-
 SERVED = """
 import json, sys
 from pathlib import Path

@@ -110,3 +110,30 @@ def test_all_of_500_settings_are_accounted_for(cluster, tmp_path, record_propert
     assert {group["state"] for group in groups} <= {"REMOVED"}
     again = decoding.run(config)
     assert again is None, "a finished sweep starts nothing"
+
+
+def test_a_budget_ends_a_sweep_which_then_goes_on(cluster, tmp_path):
+    values = {
+        "serve": {"arms": [{"name": "d", "drafter": "d"}], "resources": {"device": "cpu"}},
+        "proposal_lengths": list(range(1, 9)),
+        "concurrencies": LOADS,
+        "prompts": "prompts.jsonl",
+        "measure": "sweep_stubs:slow",
+        "resources": {"cpus": 2},
+        "out": str(tmp_path / "sweep"),
+    }
+    config = SweepConfig.parse(values)
+    figures = decoding.run(config, budget_s=5.0)
+    assert figures.out_of_time
+    ledger = decoding.open_ledger(config)
+    kept = list(ledger.rows())
+    assert len(kept) < 16
+    assert {end.outcome for end in ledger.trials()} <= {"done"}, "what is cut is no failure"
+
+    fast = SweepConfig.parse({**values, "proposal_lengths": [1, 2, 3]})
+    assert not decoding.run(fast).out_of_time
+    found = [(row["setting"], row["concurrency"]) for row in decoding.open_ledger(fast).rows()]
+    assert len(set(found)) == len(found) and found[: len(kept)] == [
+        (row["setting"], row["concurrency"]) for row in kept
+    ]
+    assert {(f"d-{n}", load) for n in (1, 2, 3) for load in LOADS} <= set(found)

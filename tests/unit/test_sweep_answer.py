@@ -199,3 +199,15 @@ def test_every_recommendation_can_be_served():
     for setting in settings_of(config):
         text = application_for(config, setting).to_yaml()
         assert ServeConfig.parse(yaml.safe_load(text)).engine.max_num_seqs == 4
+
+
+def test_a_page_of_very_many_settings_shows_the_best(tmp_path):
+    config = make(
+        out=str(tmp_path / "sweep"), proposal_lengths=list(range(1, 41)), temperatures=[0.0]
+    )
+    ledger = Ledger(config.out, config.identity(), kept=KEPT, part=("temperature", "concurrency"))
+    rates = {"plain": [10, 80]} | {f"base-{n}": [10 + n, 80 - n] for n in range(1, 41)}
+    for name, parts in figures(config, rates).items():
+        ledger.figures[name] = parts
+    text = write_page(config, ledger, tmp_path / "page.html").read_text()
+    assert "The best 24 of 40 settings" in text and "base-40 at T=0 c=1" in text

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,10 +23,12 @@ from carryover.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from sweeps.ledger import Ledger
     from sweeps.settings import SweepConfig
     from sweeps.training_settings import TrainingSweepConfig
 
 DEFAULT_CONFIG = "sweeps/configs/decoding_embedded.yaml"
+PAGE = "report.html"
 TRAINING_CONFIG = "sweeps/configs/training_embedded.yaml"
 
 ResumeOption = Annotated[
@@ -157,9 +162,17 @@ def report(
 
     settings = _load(None, None, name).absolute()
     if isinstance(settings, SweepConfig):
-        _answer_decoding(settings)
+        from sweeps.loading import open_ledger
+
+        ledger = open_ledger(settings)
+        _write_decoding(settings, ledger)
+        _show_decoding(settings, ledger)
     else:
-        _answer_training(settings)
+        from sweeps.training import open_ledger
+
+        ledger = open_ledger(settings)
+        _write_training(settings, ledger)
+        _show_training(settings, ledger)
 
 
 def _load(
@@ -198,30 +211,40 @@ def _run_decoding(
     with _resumable(settings.out), view.shown():
         figures = run_sweep(
             settings, tracker=Tracker(tracking_uri), listeners=[view], budget_s=budget_s,
-            retry_failed=retry_failed,
+            retry_failed=retry_failed, answer=partial(_write_decoding, settings),
         )  # fmt: skip
-    _answer_decoding(settings)
+    _show_decoding(settings, open_ledger(settings))
     _say_how_it_went(figures, settings.out)
 
 
-def _answer_decoding(settings: SweepConfig) -> None:
-    """Print the answer, and write the page and the recommended application."""
-    from carryover.commands.sweep_display import show_choices, show_crossings
+def _write_decoding(settings: SweepConfig, ledger: Ledger) -> list[Path]:
+    """Write the page and the recommended application."""
     from sweeps.answer import application_for, points_of, recommend
-    from sweeps.loading import open_ledger
     from sweeps.page import write_page
 
-    ledger = open_ledger(settings)
+    files = [write_page(settings, ledger, settings.out / PAGE)]
+    best = recommend(settings, points_of(settings, ledger.figures))
+    if best is not None:
+        file = settings.out / "serve.yaml"
+        head = "# Recommended by a sweep: the highest throughput over its loads.\n"
+        file.write_text(head + application_for(settings, best).to_yaml())
+        files.append(file)
+    return files
+
+
+def _show_decoding(settings: SweepConfig, ledger: Ledger) -> None:
+    """Print the answer."""
+    from carryover.commands.sweep_display import show_choices, show_crossings
+    from sweeps.answer import points_of, recommend
+
     points = points_of(settings, ledger.figures)
     show_choices(settings, points)
     best = recommend(settings, points)
     if best is not None:
         show_crossings(points, best.name)
         file = settings.out / "serve.yaml"
-        head = "# Recommended by a sweep: the highest throughput over its loads.\n"
-        file.write_text(head + application_for(settings, best).to_yaml())
         _say(f"over all loads: {best.name}; serve it with: platform serve --config {file}")
-    _say(f"page: {write_page(settings, ledger, settings.out / 'report.html')}")
+    _say(f"page: {settings.out / PAGE}")
 
 
 def _run_training(
@@ -242,36 +265,36 @@ def _run_training(
     with _resumable(settings.out), view.shown():
         figures = run_sweep(
             settings, tracker=Tracker(tracking_uri), listeners=[view], budget_s=budget_s,
-            retry_failed=retry_failed,
+            retry_failed=retry_failed, answer=partial(_write_training, settings),
         )  # fmt: skip
-    _answer_training(settings)
+    _show_training(settings, open_ledger(settings))
     _say_how_it_went(figures, settings.out)
 
 
-def _answer_training(settings: TrainingSweepConfig) -> None:
-    from sweeps.training import open_ledger
-    from sweeps.training_page import show_best, write_page
+def _write_training(settings: TrainingSweepConfig, ledger: Ledger) -> list[Path]:
+    from sweeps.training_page import write_page
 
-    ledger = open_ledger(settings)
+    return [write_page(settings, ledger, settings.out / PAGE)]
+
+
+def _show_training(settings: TrainingSweepConfig, ledger: Ledger) -> None:
+    from sweeps.training_page import show_best
+
     show_best(settings, ledger, console())
-    _say(f"page: {write_page(settings, ledger, settings.out / 'report.html')}")
+    _say(f"page: {settings.out / PAGE}")
 
 
-class _resumable:
-    """Says how to go on when a sweep is interrupted."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is KeyboardInterrupt:
-            log_console().print(
-                f"stopped; go on with: platform sweep --resume {self._out}",
-                markup=False, highlight=False, soft_wrap=True,
-            )  # fmt: skip
+@contextmanager
+def _resumable(out: Path) -> Iterator[None]:
+    """Say how to go on when the sweep inside the block is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        log_console().print(
+            f"stopped; go on with: platform sweep --resume {out}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        raise
 
 
 def _say_how_it_went(figures: Any, out: Path) -> None:
