@@ -87,7 +87,8 @@ def test_an_arm_goes_down_once_at_a_sure_sign_or_after_several():
 
 def front(**settings):
     """An ingress replica on its own, without Ray."""
-    from carryover.serving.ingress import ArmIngress, FrontSettings
+    from carryover.serving.ingress import ArmIngress
+    from carryover.serving.settings import FrontSettings
     from carryover.serving.traffic import TrafficConfig
 
     traffic = TrafficConfig().resolve(arms=["a"], application="test")

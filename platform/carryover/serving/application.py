@@ -26,7 +26,8 @@ from carryover.serving.config import (
     engine_differences,
     engine_setting,
 )
-from carryover.serving.ingress import ArmIngress, FrontSettings
+from carryover.serving.ingress import ArmIngress
+from carryover.serving.settings import FrontSettings
 from carryover.serving.web import with_routes
 from carryover.targets import Target, resolve
 from carryover.vllm_plugin.install import version_is_tried

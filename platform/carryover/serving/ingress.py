@@ -1,33 +1,23 @@
 """The OpenAI-compatible front of an application: which arm answers, and what is refused.
 
-One request's way: key, size, JSON, limits (`_accept`), the arm (`_route`), the arm's first byte or
-another arm's (`_ask`), the rest of the answer (`responses`). Only before the first byte may another
-arm take over.
+One request's way: key, size, JSON, limits and the arm (`_accept`), the arm's first byte or
+another arm's (`dispatch`), the rest of the answer (`responses`).
 
 Annotations are real objects here: FastAPI reads those of the routes.
 """
 
 import asyncio
-import contextvars
 import gc
 import logging
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from carryover.serving.admission import Gate, Health, IngressConfig
-from carryover.serving.answers import (
-    NoAnswer,
-    NoReplica,
-    Problem,
-    read_problem,
-    read_refusal,
-    usage_of,
-)
-from carryover.serving.call import OUTCOMES, Call
-from carryover.serving.keys import ApiKey, KeyRing
+from carryover.serving.admission import Gate, Health
+from carryover.serving.answers import read_problem, usage_of
+from carryover.serving.call import Call
+from carryover.serving.dispatch import FULL, Dispatcher
+from carryover.serving.keys import KeyRing
 from carryover.serving.link import ControlLink
 from carryover.serving.openai_errors import ApiError, from_engine
 from carryover.serving.preload import without_gc
@@ -39,10 +29,11 @@ from carryover.serving.requests import (
     validate,
 )
 from carryover.serving.responses import ErrorAnswer, JsonAnswer, StreamAnswer
-from carryover.serving.routing import ARM_HEADER, Route, choose, substitutes
+from carryover.serving.routing import ARM_HEADER, Route, choose
+from carryover.serving.settings import FrontSettings
 from carryover.serving.shadow import Shadows
 from carryover.serving.telemetry import Telemetry
-from carryover.serving.traffic import TrafficConfig, initial_traffic
+from carryover.serving.traffic import initial_traffic
 from carryover.serving.web import unexpected
 
 # The ingress's process begins with importing this module.
@@ -64,49 +55,16 @@ with without_gc():
         TokenizeCompletionRequest,
     )
 
-__all__ = ["ARM_HEADER", "ArmIngress", "FrontSettings"]
-
 # Below this, vLLM samples greedily and makes no random generator for the request.
 _GREEDY_BELOW = 1e-5
 _SHARED_METADATA = ("input_modality", "max_request_context_length")
 _BODIES = {"chat": ChatCompletionRequest, "completions": CompletionRequest}
 _LONGEST_LABEL = 64
-_PROBE_EVERY_S = 0.5
-# For a replica to take a request; it takes a millisecond where there is one.
-_TAKE_S = 3.0
 # For the controller's first answer; it starts at the same time as the ingress.
 _CONTROLLER_TIMEOUT_S = 60.0
 _ADMIN_TIMEOUT_S = 60.0
-_FULL = Problem("overloaded", False, "it has as many requests as it may")
 
 logger = logging.getLogger("ray.serve")
-
-
-@dataclass(frozen=True)
-class FrontSettings:
-    """What an ingress replica is told of its application.
-
-    Attributes:
-        model: the model name that clients ask for.
-        control: name of the control arm.
-        traffic: the resolved `traffic:` section.
-        ingress: the `ingress:` section.
-        keys: of clients; none lets everybody in.
-        admin_keys: of those who may change the split.
-        seeds: whether the engines survive a per-request seed.
-        replicas: replicas of each arm.
-        described: by arm, what `/v1/models` tells about it.
-    """
-
-    model: str
-    control: str
-    traffic: TrafficConfig
-    ingress: IngressConfig = field(default_factory=IngressConfig)
-    keys: Sequence[ApiKey] = ()
-    admin_keys: Sequence[ApiKey] = ()
-    seeds: bool = True
-    replicas: int = 1
-    described: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class ArmIngress(OpenAiIngress):
@@ -138,11 +96,15 @@ class ArmIngress(OpenAiIngress):
             controller, initial_traffic(traffic), replica=_replica_id(),
             telemetry=self._telemetry, gate=self._gate, health=self._health,
         )  # fmt: skip
-        self._handles: dict[tuple[str, str], Any] = {}
+        self._dispatcher = Dispatcher(
+            self._default_serve_handles, fallback=traffic.fallback,
+            first_token_timeout_s=traffic.first_token_timeout_s,
+            whole_timeout_s=ingress.request_timeout_s, replicas=settings.replicas,
+            gate=self._gate, health=self._health, link=self._link,
+        )  # fmt: skip
         self._shadows = Shadows(
-            self._method, most=ingress.max_shadows, timeout_s=ingress.request_timeout_s
+            self._dispatcher.method, most=ingress.max_shadows, timeout_s=ingress.request_timeout_s
         )
-        self._probes: set[asyncio.Task] = set()
         gc.freeze()
 
     async def reconfigure(self, user_config: dict[str, Any] | None) -> None:
@@ -242,7 +204,7 @@ class ArmIngress(OpenAiIngress):
             gate.total -= 1
             raise
         try:
-            return await self._ask(call)
+            return self._respond(call, *await self._dispatcher.ask(call))
         except ApiError as error:
             return self._refuse(error)
         except Exception as error:
@@ -256,7 +218,7 @@ class ArmIngress(OpenAiIngress):
         """
         headers = request.headers
         if self._gate.total > self._gate.total_limit:
-            raise _FULL.error()
+            raise FULL.error()
         self._check_key(request)
         settings = self._settings
         body = validate(
@@ -294,85 +256,6 @@ class ArmIngress(OpenAiIngress):
                 call.hides_usage = True
                 body.stream_options = StreamOptions(include_usage=True)
         return call
-
-    async def _ask(self, call: Call) -> Response:
-        """Get the first byte from the assigned arm, or from one that may stand in for it.
-
-        Raises:
-            ApiError: no arm can answer, or the request is wrong in the engine's eyes.
-        """
-        route, weights = call.route, self._link.traffic.weights
-        problem, answer = await self._try(call, route.arm)
-        if answer is not None:
-            return answer
-        call.reason = f"fallback:{problem.why}"
-        for arm in substitutes(route, weights, self._settings.traffic.fallback):
-            other, answer = await self._try(call, arm)
-            if answer is not None:
-                # Another arm could: so it was the arm's fault and not the request's.
-                self._suspect(route.arm, problem)
-                call.record_failure(route.arm, "fallback", assigned=True)
-                return answer
-            call.record_failure(arm, OUTCOMES[other.why], assigned=False)
-        if problem.why != "failed":
-            self._suspect(route.arm, problem)
-        self._gate.total -= 1
-        call.record_failure(route.arm, OUTCOMES[problem.why], assigned=True)
-        raise problem.error()
-
-    async def _try(self, call: Call, arm: str) -> tuple[Problem | None, Response | None]:
-        """Ask one arm; gives why it did not begin to answer, or the response."""
-        gate, health = self._gate, self._health
-        if arm in health.down:
-            return Problem("down", True, health.down[arm]), None
-        if not gate.enter(arm):
-            return _FULL, None
-        call.arm = arm
-        try:
-            item, stream = await self._first(call, arm)
-        except asyncio.CancelledError:
-            call.finish("disconnected")
-            raise
-        except Exception as error:
-            problem = read_problem(error)
-            if problem is None:
-                call.finish("error")
-                raise
-            gate.leave(arm)
-            return problem, None
-        refusal = read_refusal(item)
-        if refusal is not None:
-            if refusal.status < 500:
-                call.leave()
-                raise refusal
-            stream.cancel()
-            gate.leave(arm)
-            return Problem("failed", False, "its engine answered with an error"), None
-        health.succeeded(arm)
-        return None, self._respond(call, item, stream)
-
-    async def _first(self, call: Call, arm: str) -> tuple[Any, Any]:
-        """First item of an arm's answer, and the stream of the rest."""
-        body, settings = call.body, self._settings
-        body.model = arm
-        limit_s = (
-            settings.traffic.first_token_timeout_s
-            if body.stream
-            else settings.ingress.request_timeout_s
-        )
-        # Another replica of the arm may be alive.
-        for attempt in range(min(2, settings.replicas), 0, -1):
-            stream = self._method(arm, call.kind).remote(body, call.info)
-            try:
-                return await _first_item(stream, limit_s), stream
-            except BaseException as error:
-                stream.cancel()
-                error = _read_cancellation(error)
-                problem = read_problem(error)
-                if attempt > 1 and problem is not None and problem.why == "down":
-                    continue
-                raise error from None
-        raise AssertionError("there is always a last attempt")
 
     def _respond(self, call: Call, item: Any, stream: Any) -> Response:
         call.after = self._copy
@@ -413,50 +296,7 @@ class ArmIngress(OpenAiIngress):
             )
         )  # fmt: skip
 
-    # Arms that do not answer
-
-    def _suspect(self, arm: str, problem: Problem) -> None:
-        """Note that an arm did not answer; from some point on it gets no requests."""
-        if problem.why == "overloaded":
-            return
-        if self._health.failed(arm, problem.text, definite=problem.definite):
-            logger.warning("arm %s gets no requests: %s", arm, problem.text)
-            self._link.note(arm, "down", problem.text)
-            task = asyncio.get_running_loop().create_task(
-                self._probe(arm), context=contextvars.Context()
-            )
-            self._probes.add(task)
-            task.add_done_callback(self._probes.discard)
-
-    async def _probe(self, arm: str) -> None:
-        """Ask an arm that is down for one token, until it gives it."""
-        limit_s = self._settings.traffic.first_token_timeout_s
-        while True:
-            await asyncio.sleep(_PROBE_EVERY_S)
-            body = CompletionRequest(model=arm, prompt="1", max_tokens=1, temperature=0)
-            stream = self._method(arm, "completions").remote(body, None)
-            try:
-                item = await _first_item(stream, limit_s, take_s=limit_s)
-            except BaseException as error:
-                stream.cancel()
-                if not isinstance(_read_cancellation(error), Exception):
-                    raise
-                continue
-            refusal = read_refusal(item)
-            if refusal is None or refusal.status < 500:
-                break
-        if self._health.recovered(arm):
-            logger.warning("arm %s answers again", arm)
-            self._link.note(arm, "up", "it answers again")
-
     # Small things
-
-    def _method(self, arm: str, kind: str) -> Any:
-        found = self._handles.get((arm, kind))
-        if found is None:
-            handle = self._default_serve_handles[arm]
-            found = self._handles[arm, kind] = handle.options(stream=True, method_name=kind)
-        return found
 
     def _check_key(self, request: Request) -> None:
         if self._keys.required:
@@ -503,7 +343,7 @@ class ArmIngress(OpenAiIngress):
         body.model = arm
         info = info_of(request, request_id(request))
         try:
-            item = await self._method(arm, kind).remote(body, info).__anext__()
+            item = await self._dispatcher.method(arm, kind).remote(body, info).__anext__()
         except Exception as error:
             problem = read_problem(error)
             if problem is None:
@@ -534,43 +374,6 @@ class ArmIngress(OpenAiIngress):
             "experiment": self._link.traffic.experiment,
         }
         return control.model_copy(update={"id": self._settings.model, "metadata": metadata})
-
-
-async def _first_item(stream: Any, limit_s: float, *, take_s: float = _TAKE_S) -> Any:
-    """First item of an arm's answer.
-
-    Args:
-        stream: Serve's response generator.
-        limit_s: for the item.
-        take_s: for a replica to take the request: Serve waits without end for one that is alive.
-
-    Raises:
-        NoReplica: none took it.
-        TimeoutError: the item did not come.
-    """
-    taken = False
-    try:
-        async with asyncio.timeout(min(take_s, limit_s)) as limit:
-            # Private, but what `__anext__` begins with: Serve tells nowhere else that it waits.
-            await stream._fetch_future_result_async()
-            taken = True
-            limit.reschedule(asyncio.get_running_loop().time() + limit_s)
-            return await stream.__anext__()
-    except TimeoutError:
-        if not taken:
-            raise NoReplica from None
-        raise
-
-
-def _read_cancellation(error: BaseException) -> BaseException:
-    """Tell a cancelled answer, which the arm's end causes, from this task's own cancellation."""
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        if task is None or not task.cancelling():
-            return NoAnswer("its answer was cancelled")
-    if isinstance(error, StopAsyncIteration):
-        return NoAnswer("its answer was empty")
-    return error
 
 
 def _replica_id() -> str:
