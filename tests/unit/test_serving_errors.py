@@ -95,6 +95,21 @@ def test_an_error_chunk_is_a_refusal_and_text_is_not():
     assert read_refusal(['data: {"choices":[]}\n\n']) is None
 
 
+def test_both_of_rays_error_classes_are_refusals_and_no_answer_is():
+    from ray.llm._internal.serve.core.configs import openai_api_models as inner
+    from ray.serve.llm import openai_api_models as outer
+
+    from carryover.bench.stub_engine import StubServer
+
+    error = {"message": "no", "type": "x", "code": 404}
+    for models in (inner, outer):
+        assert read_refusal(models.ErrorResponse(error=error)).status == 404
+        assert read_refusal([models.ErrorResponse(error=error)]).status == 404
+    request = SimpleNamespace(request_id="1")
+    for chat in (True, False):
+        assert read_refusal(StubServer("a")._whole(request, 3, chat=chat)) is None
+
+
 def test_exceptions_say_what_is_wrong_with_the_arm_if_anything():
     from ray.exceptions import ActorDiedError, RayTaskError
     from ray.serve.exceptions import BackPressureError

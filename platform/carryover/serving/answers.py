@@ -18,7 +18,6 @@ with without_gc():
         DeploymentUnavailableError,
         ReplicaUnavailableError,
     )
-    from ray.serve.llm.openai_api_models import ErrorResponse
 
 # In JSON a quote inside a string is escaped, so no generated text can look like this.
 _NO_CHOICES = '"choices":[]'
@@ -108,7 +107,9 @@ def read_refusal(item: Any) -> ApiError | None:
         if not first.startswith(_ERROR_CHUNK):
             return None
         return from_engine(_Info(from_json(first[6:])["error"]))
-    return from_engine(first.error) if isinstance(first, ErrorResponse) else None
+    # Ray has two classes of this form; an answer has no such field.
+    error = getattr(first, "error", None)
+    return None if error is None else from_engine(error)
 
 
 class _Info:

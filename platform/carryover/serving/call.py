@@ -98,6 +98,12 @@ class Call:
             self._gate.leave(self.arm)
             self._gate.total -= 1
 
+    def give_up(self) -> None:
+        """End without an arm."""
+        if not self._done:
+            self._done = True
+            self._gate.total -= 1
+
     def record_failure(self, arm: str, outcome: str, *, assigned: bool) -> None:
         """Record that an arm did not answer; the request may go on to another."""
         self._record(arm, outcome, self.route.reason if assigned else "fallback")

@@ -101,7 +101,7 @@ class Dispatcher:
             call.record_failure(arm, OUTCOMES[other.why], assigned=False)
         if problem.why != "failed":
             self._suspect(route.arm, problem)
-        self._gate.total -= 1
+        call.give_up()
         call.record_failure(route.arm, OUTCOMES[problem.why], assigned=True)
         raise problem.error()
 

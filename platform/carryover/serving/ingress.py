@@ -14,12 +14,12 @@ import time
 from typing import Any
 
 from carryover.serving.admission import Gate, Health
-from carryover.serving.answers import read_problem, usage_of
+from carryover.serving.answers import read_problem, read_refusal, usage_of
 from carryover.serving.call import Call
 from carryover.serving.dispatch import FULL, Dispatcher
 from carryover.serving.keys import KeyRing
 from carryover.serving.link import ControlLink
-from carryover.serving.openai_errors import ApiError, from_engine
+from carryover.serving.openai_errors import ApiError
 from carryover.serving.preload import without_gc
 from carryover.serving.requests import (
     info_of,
@@ -42,11 +42,7 @@ with without_gc():
     from ray import serve
     from ray.llm._internal.serve.core.ingress.utils import _sanitize_chat_completion_request
     from ray.serve.llm.ingress import OpenAiIngress
-    from ray.serve.llm.openai_api_models import (
-        ChatCompletionRequest,
-        CompletionRequest,
-        ErrorResponse,
-    )
+    from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
     from starlette.responses import JSONResponse, Response
     from vllm.entrypoints.generate.base.protocol import StreamOptions
     from vllm.entrypoints.serve.tokenize.protocol import (
@@ -208,6 +204,7 @@ class ArmIngress(OpenAiIngress):
         except ApiError as error:
             return self._refuse(error)
         except Exception as error:
+            call.finish("error")
             return self._refuse(unexpected(error, request_id=request_id(request)))
 
     async def _accept(self, kind: str, request: Request, started: float) -> Call:
@@ -349,8 +346,9 @@ class ArmIngress(OpenAiIngress):
             if problem is None:
                 raise
             raise problem.error() from None
-        if isinstance(item, ErrorResponse):
-            raise from_engine(item.error)
+        refusal = read_refusal(item)
+        if refusal is not None:
+            raise refusal
         return JSONResponse(item.model_dump(mode="json"))
 
     def _refuse(self, error: ApiError) -> Response:
