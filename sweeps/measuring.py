@@ -78,7 +78,9 @@ def serve_and_bench(
     )
     check_drafters(application)
     log = config.out / "logs" / f"{setting.name}.log"
-    with served(application, log=log, sweep=config.out) as endpoint:
+    # told how many cores a trial takes, Ray puts several on a node
+    alone = config.serve.resources.device == "gpu" or config.resources.cpus is None
+    with served(application, log=log, sweep=config.out, alone=alone) as endpoint:
         ready()
         for load in loads:
             began = time.monotonic()
@@ -110,20 +112,26 @@ class Served:
 
 
 @contextmanager
-def served(application: ServeConfig, *, log: Path, sweep: Path) -> Iterator[Served]:
+def served(
+    application: ServeConfig, *, log: Path, sweep: Path, alone: bool = True
+) -> Iterator[Served]:
     """An engine in a process tree of its own, which ends with the block or with this process.
 
     Args:
         application: with one arm.
         log: what its processes say.
-        sweep: folder of the sweep; no two engines of a sweep are on one device at a time, whatever
-            was killed.
+        sweep: folder of the sweep.
+        alone: let no two engines of the sweep be on one device at a time, whatever was killed.
 
     Raises:
         ServingError: it did not start; holds its reason and the end of its log.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="carryover-trial-") as name, _device(sweep) as lock:
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "cpu") if alone else str(os.getpid())
+    with (
+        tempfile.TemporaryDirectory(prefix="carryover-trial-") as name,
+        _held(sweep, device) as lock,
+    ):
         folder = Path(name)
         free = application.model_copy(
             update={"http": application.http.model_copy(update={"port": 0})}
@@ -157,9 +165,8 @@ def served(application: ServeConfig, *, log: Path, sweep: Path) -> Iterator[Serv
 
 
 @contextmanager
-def _device(sweep: Path) -> Iterator[int]:
+def _held(sweep: Path, device: str) -> Iterator[int]:
     """Hold the device: a lock that the engine's guardian inherits, so it lasts as long as that."""
-    device = os.environ.get("CUDA_VISIBLE_DEVICES", "cpu")
     key = hashlib.sha256(f"{sweep} {device}".encode()).hexdigest()[:16]
     file = Path(tempfile.gettempdir()) / f"carryover-{os.getuid()}-{key}.lock"
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)

@@ -81,7 +81,7 @@ class Records:
             if row["setting"] in tasks and self._title(row) not in finished:
                 self.measured(tasks[row["setting"]], row)
         for name, end in ledger.ends.items():
-            if name in tasks and name not in failed:
+            if name in tasks and name not in failed | finished:
                 self.ended(tasks[name], end)
 
     def _write(self) -> None:

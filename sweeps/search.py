@@ -73,10 +73,10 @@ def sample(
     *,
     references: Callable[[Named], Sequence[Named]] = lambda setting: (),
 ) -> list[Named]:
-    """A random sample, after the references of all that is in it."""
-    chosen = random.Random(search.seed).sample(
-        list(settings), min(search.num_settings, len(settings))
-    )
+    """A random sample, after the references of all that is in it; a larger one holds it whole."""
+    shuffled = list(settings)
+    random.Random(search.seed).shuffle(shuffled)
+    chosen = shuffled[: search.num_settings]
     first = {each.name: each for setting in chosen for each in references(setting)}
     return [*first.values(), *chosen]
 

@@ -14,7 +14,7 @@ import yaml
 
 from carryover.serving.config import ServeConfig
 from carryover.tracking import Tracker
-from sweeps.measuring import _device
+from sweeps.measuring import _held
 
 pytestmark = pytest.mark.ray
 
@@ -135,7 +135,7 @@ def test_an_engine_goes_with_the_trial_that_started_it_however_that_ends(tmp_pat
     trial.kill()
     trial.wait()
     assert not psutil.wait_procs(processes, timeout=60)[1]
-    with _device(tmp_path) as descriptor:
+    with _held(tmp_path, "cpu") as descriptor:
         assert descriptor
 
 

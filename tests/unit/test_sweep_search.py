@@ -59,6 +59,8 @@ def test_a_sample_is_a_function_of_its_seed_and_comes_after_its_references():
     drawn = [item for item in first if item.x >= 0]
     assert len(set(drawn)) == 5
     assert {p.y for p in first if p.x < 0} == {item.y for item in drawn}
+    larger = sample(items, SearchSettings(kind="random", num_settings=9, seed=3))
+    assert set(drawn) < set(larger)
     assert sample(items, SearchSettings(kind="random", num_settings=99)) != items
     assert len(sample(items, SearchSettings(kind="random", num_settings=99))) == 16
 
