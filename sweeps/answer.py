@@ -178,6 +178,21 @@ def gains_over_baseline(config: SweepConfig, points: Sequence[Point]) -> list[Ga
     ]
 
 
+def gains_by_title(config: SweepConfig, points: Sequence[Point]) -> dict[str, dict[str, float]]:
+    """Gains of each measurement, for its record, by its title."""
+    found: dict[str, dict[str, float]] = {}
+    named = {
+        "gain_over_no_drafter": gains_over_plain(points),
+        "gain_over_baseline": gains_over_baseline(config, points),
+    }
+    for name, gains in named.items():
+        for gain in gains:
+            title = f"{gain.point.setting.name} {gain.point.load.title}"
+            if isfinite(gain.ratio):
+                found.setdefault(title, {})[name] = gain.ratio
+    return found
+
+
 def baseline_of(config: SweepConfig) -> str | None:
     """The arm that drafters are compared with; None where there is one drafter or none."""
     drafting = [arm.name for arm in config.serve.arms if arm.drafter is not None]

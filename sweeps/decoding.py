@@ -14,13 +14,14 @@ from typing import Any
 
 from carryover.errors import ServingError
 from carryover.tracking import Tracker
+from sweeps.answer import gains_by_title, points_of
 from sweeps.conductor import Listener, Task
 from sweeps.halving import rate_under_limit, why_stop
 from sweeps.ledger import Ledger, TrialEnd, write_whole
 from sweeps.listeners import Listeners
 from sweeps.loading import CONFIG_FILE, open_ledger
 from sweeps.measuring import measure_function
-from sweeps.records import Records, record_answer, recorded
+from sweeps.records import Records, record_answer, record_gains, recorded
 from sweeps.search import Listed, OptunaSearch, Search, Wait, sample, score_of
 from sweeps.settings import (
     Load,
@@ -88,6 +89,9 @@ def run(
         finally:
             if records is not None:
                 records.close()
+        if parent is not None:
+            found = points_of(config, ledger.figures)
+            record_gains(tracker, parent, gains_by_title(config, found))
         if not ledger.figures and not (figures and figures.out_of_time):
             raise ServingError(
                 f"no engine of the sweep could be measured; see {ledger.trials_file}"

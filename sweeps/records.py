@@ -136,20 +136,40 @@ def record_answer(
             parent.log_file(file)
 
 
+def record_gains(tracker: Tracker, parent: Run, gains: Mapping[str, Mapping[str, float]]) -> None:
+    """Add metrics to children that have ended, by name: gains are known once references are.
+
+    What a child has already is left alone. A store that fails is logged, as the gains are in the
+    answer too, and resuming adds them.
+    """
+    try:
+        for run in _each_child(tracker, parent.id):
+            for name, value in gains.get(run.info.run_name, {}).items():
+                if name not in run.data.metrics:
+                    tracker.client().log_metric(run.info.run_id, name, value)
+    except Exception:
+        logger.exception("gains were not added to MLflow's records; resume to try again")
+
+
 def _children(tracker: Tracker, parent_id: str) -> tuple[set[str], set[str]]:
     """Names of the children that are whole: finished ones, and failed ones."""
+    names: dict[str, set[str]] = {"FINISHED": set(), "FAILED": set()}
+    for run in _each_child(tracker, parent_id):
+        if run.info.status in names:
+            names[run.info.status].add(run.info.run_name)
+    return names["FINISHED"], names["FAILED"]
+
+
+def _each_child(tracker: Tracker, parent_id: str) -> Iterator[Any]:
     client = tracker.client()
     experiment = client.get_run(parent_id).info.experiment_id
-    names: dict[str, set[str]] = {"FINISHED": set(), "FAILED": set()}
     token = None
     while True:
         page = client.search_runs(
             [experiment], filter_string=f"tags.`mlflow.parentRunId` = '{parent_id}'",
             max_results=1000, page_token=token,
         )  # fmt: skip
-        for run in page:
-            if run.info.status in names:
-                names[run.info.status].add(run.info.run_name)
+        yield from page
         token = page.token
         if not token:
-            return names["FINISHED"], names["FAILED"]
+            return

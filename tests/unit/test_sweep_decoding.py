@@ -203,3 +203,19 @@ def test_records_that_a_killed_driver_did_not_write_are_added_once(tmp_path):
     files = {f.path for f in client.list_artifacts(failed.info.run_id)}
     assert files == {"error.txt", "engine.log"}
     assert isinstance(plan.tasks["plain"], Task)
+
+
+def test_gains_are_added_to_the_records_of_a_finished_sweep(tmp_path):
+    config = make(tmp_path, proposal_lengths=[2], concurrencies=[1])
+    ledger = open_ledger(config)
+    add(ledger, config, "plain", 10.0)
+    add(ledger, config, "dflash-2", 25.0)
+    tracker = Tracker(folder=tmp_path)
+    for _ in range(2):
+        run(config, tracker=tracker)
+    client = tracker.client()
+    runs = client.search_runs([client.get_experiment_by_name("sweeps").experiment_id])
+    (child,) = [run for run in runs if run.info.run_name == "dflash-2 T=0 c=1"]
+    assert child.data.metrics["gain_over_no_drafter"] == 2.5
+    assert len(client.get_metric_history(child.info.run_id, "gain_over_no_drafter")) == 1
+    assert child.info.status == "FINISHED"
