@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ with without_gc():
         DeploymentUnavailableError,
         ReplicaUnavailableError,
     )
+
+logger = logging.getLogger("ray.serve")
 
 # In JSON a quote inside a string is escaped, so no generated text can look like this.
 _NO_CHOICES = '"choices":[]'
@@ -178,3 +181,12 @@ def _usage(
             at_least.append(left)
         found.accepted_per_position = tuple(at_least)
     return found
+
+
+def cancel(stream: Any) -> None:
+    """Have an arm stop working on an answer, if it still does."""
+    try:
+        stream.cancel()
+    except Exception as error:
+        # Serve raises here what ended the answer.
+        logger.debug("nothing to cancel: %s", type(error).__name__)

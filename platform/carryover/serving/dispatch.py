@@ -17,6 +17,7 @@ from carryover.serving.answers import (
     NoAnswer,
     NoReplica,
     Problem,
+    cancel,
     read_problem,
     read_refusal,
 )
@@ -130,7 +131,7 @@ class Dispatcher:
             if refusal.status < 500:
                 call.leave()
                 raise refusal
-            stream.cancel()
+            cancel(stream)
             gate.leave(arm)
             return Problem("failed", False, "its engine answered with an error"), None
         health.succeeded(arm)
@@ -146,13 +147,11 @@ class Dispatcher:
             stream = self.method(arm, call.kind).remote(body, call.info)
             try:
                 return await _first_item(stream, limit_s), stream
-            except BaseException as error:
-                stream.cancel()
-                error = _read_cancellation(error)
+            except Exception as error:
                 problem = read_problem(error)
                 if attempt > 1 and problem is not None and problem.why == "down":
                     continue
-                raise error from None
+                raise
         raise AssertionError("there is always a last attempt")
 
     def _suspect(self, arm: str, problem: Problem) -> None:
@@ -177,10 +176,7 @@ class Dispatcher:
             stream = self.method(arm, "completions").remote(body, None)
             try:
                 item = await _first_item(stream, limit_s, take_s=limit_s)
-            except BaseException as error:
-                stream.cancel()
-                if not isinstance(_read_cancellation(error), Exception):
-                    raise
+            except Exception:
                 continue
             refusal = read_refusal(item)
             if refusal is None or refusal.status < 500:
@@ -191,7 +187,7 @@ class Dispatcher:
 
 
 async def _first_item(stream: Any, limit_s: float, *, take_s: float = _TAKE_S) -> Any:
-    """First item of an arm's answer.
+    """First item of an arm's answer; without one, the arm's work on it is cancelled.
 
     Args:
         stream: Serve's response generator.
@@ -200,28 +196,38 @@ async def _first_item(stream: Any, limit_s: float, *, take_s: float = _TAKE_S) -
 
     Raises:
         NoReplica: none took it.
+        NoAnswer: the answer ended before it began.
         TimeoutError: the item did not come.
     """
+    loop = asyncio.get_running_loop()
+    # Private, but what `__anext__` waits for first: Serve tells nowhere else that it waits.
+    taking = asyncio.wrap_future(stream._replica_result_future)
     taken = False
     try:
         async with asyncio.timeout(min(take_s, limit_s)) as limit:
-            # Private, but what `__anext__` begins with: Serve tells nowhere else that it waits.
-            await stream._fetch_future_result_async()
+            await asyncio.shield(taking)
             taken = True
-            limit.reschedule(asyncio.get_running_loop().time() + limit_s)
+            limit.reschedule(loop.time() + limit_s)
             return await stream.__anext__()
     except TimeoutError:
+        cancel(stream)
         if not taken:
             raise NoReplica from None
         raise
-
-
-def _read_cancellation(error: BaseException) -> BaseException:
-    """Tell a cancelled answer, which the arm's end causes, from this task's own cancellation."""
-    if isinstance(error, asyncio.CancelledError):
+    except asyncio.CancelledError:
         task = asyncio.current_task()
-        if task is None or not task.cancelling():
-            return NoAnswer("its answer was cancelled")
-    if isinstance(error, StopAsyncIteration):
-        return NoAnswer("its answer was empty")
-    return error
+        ours = task is not None and task.cancelling() > 0
+        if ours and not taken:
+            # Serve loses a request that is cancelled in the instant in which a replica takes it.
+            taking.add_done_callback(lambda _: cancel(stream))
+            loop.call_later(take_s, cancel, stream)
+        else:
+            cancel(stream)
+        if ours:
+            raise
+        raise NoAnswer("its answer was cancelled") from None
+    except StopAsyncIteration:
+        raise NoAnswer("its answer was empty") from None
+    except BaseException:
+        cancel(stream)
+        raise

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.responses import Response
 
 from carryover.serving.answers import (
+    cancel,
     is_error,
     is_usage,
     read_problem,
@@ -111,7 +112,7 @@ class StreamAnswer(Response):
             raise
         finally:
             if outcome != "ok":
-                self._stream.cancel()
+                cancel(self._stream)
             call.finish(outcome)
 
     async def _pass_on(self, send: Any) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from carryover.serving.answers import (
+    cancel,
     is_error,
     is_usage,
     read_problem,
@@ -73,7 +74,7 @@ class Shadows:
                 logger.warning("a shadow request failed: %s", type(error).__name__)
         finally:
             if stream is not None and outcome != "ok":
-                stream.cancel()
+                cancel(stream)
             call.finish(outcome)
 
     async def _read(self, call: Call, stream: Any) -> str:
