@@ -243,10 +243,6 @@ def test_bad_requests_are_refused_and_the_engines_live_on(serving, client):
         with pytest.raises(openai.APIStatusError) as caught:
             ask(client, "dflash", "word " * 400, stream=stream)
         assert caught.value.status_code == 413 and caught.value.code == "context_length_exceeded"
-    tokens = httpx.post(f"{serving.url}/tokenize", json={"prompt": "one two"}).json()
-    assert tokens["count"] == len(tokens["tokens"]) > 0
-    wrong = httpx.post(f"{serving.url}/tokenize", json={"model": "nobody", "prompt": "one"})
-    assert wrong.status_code == 404
     malformed = httpx.post(
         f"{serving.url}/v1/chat/completions", content=b'{"model": ',
         headers={"Content-Type": "application/json"},

@@ -69,7 +69,7 @@ class Dispatcher:
         self._probes: set[asyncio.Task] = set()
 
     def method(self, arm: str, kind: str) -> Any:
-        """The arm's "chat", "completions", "tokenize" or "detokenize", as a stream."""
+        """The arm's "chat" or "completions"."""
         found = self._methods.get((arm, kind))
         if found is None:
             handle = self._handles[arm]

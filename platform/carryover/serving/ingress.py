@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from carryover.serving.admission import Gate, Health
-from carryover.serving.answers import read_problem, read_refusal, usage_of
+from carryover.serving.answers import usage_of
 from carryover.serving.call import Call
 from carryover.serving.dispatch import FULL, Dispatcher
 from carryover.serving.keys import KeyRing
@@ -45,11 +45,6 @@ with without_gc():
     from ray.serve.llm.openai_api_models import ChatCompletionRequest, CompletionRequest
     from starlette.responses import JSONResponse, Response
     from vllm.entrypoints.generate.base.protocol import StreamOptions
-    from vllm.entrypoints.serve.tokenize.protocol import (
-        DetokenizeRequest,
-        TokenizeChatRequest,
-        TokenizeCompletionRequest,
-    )
 
 # Below this, vLLM samples greedily and makes no random generator for the request.
 _GREEDY_BELOW = 1e-5
@@ -125,17 +120,6 @@ class ArmIngress(OpenAiIngress):
     async def completions(self, request: Request) -> Response:
         """Answer a completion request on an arm."""
         return await self._answer("completions", request)
-
-    async def tokenize(self, request: Request) -> Response:
-        """Tokens of a text or of messages; all arms have the same tokenizer."""
-        values = await self._values(request)
-        model = TokenizeChatRequest if "messages" in values else TokenizeCompletionRequest
-        return await self._tokens("tokenize", validate(model, values), request)
-
-    async def detokenize(self, request: Request) -> Response:
-        """Text of tokens."""
-        body = validate(DetokenizeRequest, await self._values(request))
-        return await self._tokens("detokenize", body, request)
 
     async def models(self, request: Request) -> Any:
         """All cards: the model's first, then the arms'."""
@@ -324,32 +308,6 @@ class ArmIngress(OpenAiIngress):
                 400, f"{name} {asked} times n {body.n or 1} exceeds the {most} tokens that a "
                 f"request may ask for here; lower it", param=name,
             )  # fmt: skip
-
-    async def _values(self, request: Request) -> dict[str, Any]:
-        self._check_key(request)
-        return parse_object(
-            await read_body(request, most=self._settings.ingress.max_body_bytes)
-        )
-
-    async def _tokens(self, kind: str, body: Any, request: Request) -> Response:
-        model = body.model
-        if model not in (None, self._settings.model) and model not in self._model_cards:
-            raise self._no_model(model)
-        down = self._health.down
-        arm = next((arm for arm in self._arms if arm not in down), self._settings.control)
-        body.model = arm
-        info = info_of(request, request_id(request))
-        try:
-            item = await self._dispatcher.method(arm, kind).remote(body, info).__anext__()
-        except Exception as error:
-            problem = read_problem(error)
-            if problem is None:
-                raise
-            raise problem.error() from None
-        refusal = read_refusal(item)
-        if refusal is not None:
-            raise refusal
-        return JSONResponse(item.model_dump(mode="json"))
 
     def _refuse(self, error: ApiError) -> Response:
         experiment = self._link.traffic.experiment

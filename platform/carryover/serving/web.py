@@ -26,8 +26,6 @@ ROUTES: dict[str, Callable[[FastAPI], Callable]] = {
     "model_data": lambda app: app.get("/v1/models/{model:path}"),
     "chat": lambda app: app.post("/v1/chat/completions"),
     "completions": lambda app: app.post("/v1/completions"),
-    "tokenize": lambda app: app.post("/tokenize"),
-    "detokenize": lambda app: app.post("/detokenize"),
     "health": lambda app: app.get("/health"),
     "admin_traffic": lambda app: app.post("/admin/traffic/{action}"),
 }
