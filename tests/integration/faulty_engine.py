@@ -9,7 +9,7 @@ from carryover.bench.stub_engine import StubServer
 class FaultyServer(StubServer):
     """Answers like the stub, or hangs, breaks, or dies.
 
-    `mode` is "well", "hang" (no first token), "break" (raises before it), "break midway", "die"
+    `mode` is "well", "hang" (no first token until it is well again), "break" (raises before it), "break midway", "die"
     (the process ends before the first token), "die midway" or "refuse" (an engine's own error).
     """
 
@@ -32,7 +32,8 @@ class FaultyServer(StubServer):
         if self.mode == "hang":
             self.running += 1
             try:
-                await asyncio.sleep(600)
+                while self.mode == "hang":
+                    await asyncio.sleep(0.1)
             finally:
                 self.running -= 1
         if self.mode == "break":
