@@ -9,8 +9,8 @@ from carryover.bench.stub_engine import StubServer
 class FaultyServer(StubServer):
     """Answers like the stub, or hangs, breaks, or dies.
 
-    `mode` is "well", "hang" (no first token until it is well again), "break" (raises before it), "break midway", "die"
-    (the process ends before the first token), "die midway" or "refuse" (an engine's own error).
+    `mode` is "well", "hang" (no first token until it is well again), "break" (raises before it),
+    "break midway", "die" (the process ends before the first token) or "die midway".
     """
 
     def __init__(self, arm, **settings):
