@@ -42,12 +42,13 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def application(tmp_path_factory):
     """Configuration file of two arms on a tiny target."""
-    from plugin_models import make_drafter, make_target
+    from plugin_models import add_carryover, make_drafter, make_target
 
     folder = tmp_path_factory.mktemp("serving")
     target = make_target(folder / "target")
     # not called dflash: vLLM would guess the method from the name if it were not given
-    drafter = make_drafter(target, folder / "proposer", steps=150, proposal_length=PROPOSAL_LENGTH)
+    baseline = make_drafter(target, folder / "baseline", steps=150, proposal_length=PROPOSAL_LENGTH)
+    drafter = add_carryover(baseline, folder / "proposer", target)
     config = ServeConfig.parse(
         {
             "name": "tiny",
@@ -61,7 +62,11 @@ def application(tmp_path_factory):
             "arms": [{"name": "autoregressive"}, {"name": "dflash", "drafter": str(drafter)}],
             "http": {"port": 0},
             "resources": {"device": "cpu"},
-            "traffic": {"state": str(folder / "state"), "record": False, "max_queue_per_arm": 256},
+            "traffic": {
+                "state": str(folder / "state"), "record": False, "max_queue_per_arm": 256,
+                # a killed engine would have the guard send everything to the other arm
+                "evaluation_period_s": 3600,
+            },
         }
     )  # fmt: skip
     path = folder / "application.yaml"
@@ -369,6 +374,13 @@ def test_bench_measures_both_arms_and_records_them(serving, prompts, tmp_path):
         drafted.output_tokens_per_s.value / plain.output_tokens_per_s.value
     )
     assert result.counters_agree is True, (result.counters, drafted)
+    # The plugin's counters reach Ray's metrics page beside vLLM's.
+    counted = result.counters["dflash"]
+    assert 0 < counted["num_carried_drafts"] <= counted["num_drafts"]
+    assert counted["num_carried_drafts"] <= counted["num_carried_rows"]
+    assert counted["num_carried_rows"] <= (
+        counted["num_draft_tokens"] - counted["num_accepted_tokens"]
+    )
 
     rows = pq.read_table(result.folder / "requests.parquet").to_pylist()
     assert len(rows) == 2 * len(QUESTIONS)
