@@ -73,7 +73,8 @@ def test_vllms_own_bench_finds_the_same(url, models):
     assert ours.summaries["first"].position_rates == pytest.approx(
         theirs["spec_decode_per_position_acceptance_rates"]
     )
-    assert 0.4 < found["throughput_ratio"] < 2.5
+    # a machine with other work moves this by a factor; a mix-up of units would by a thousand
+    assert 0.1 < found["throughput_ratio"] < 10
 
 
 def test_an_engine_compared_with_itself_shows_no_difference_but_noise(url, models):
