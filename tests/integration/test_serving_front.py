@@ -21,7 +21,7 @@ from scipy.stats import binom
 
 from carryover.serving.keys import hash_key
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
 
 ARMS = ("steady", "canary", "spare")
 MODEL = "team/model"
@@ -138,7 +138,7 @@ def front(tmp_path_factory):
             assert status.status != "DEPLOY_FAILED", status.message
             return status.status == "RUNNING"
 
-        found.wait_until(runs, timeout_s=200)
+        found.wait_until(runs, timeout_s=300)
         yield found
     finally:
         ray.shutdown()
