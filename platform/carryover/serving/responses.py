@@ -91,32 +91,32 @@ class StreamAnswer(Response):
     ) -> None:
         self._call, self._first, self._stream = call, first, stream
         self._stall_s, self._rename = stall_s, rename
+        self._outcome, self._exhausted = "disconnected", False
         self.status_code, self.background = 200, None
         self.raw_headers = [*_EVENTS, *call.headers()]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the chunks as they come; ends with an error event if the arm fails."""
-        call = self._call
-        outcome = "disconnected"
         try:
             await send(
                 {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             )
             try:
-                outcome = await self._pass_on(send)
+                await self._pass_on(send)
             except Exception as error:
-                outcome = await self._break_off(send, error)
+                self._outcome = await self._break_off(send, error)
             await send({"type": "http.response.body", "body": b""})
-        except asyncio.CancelledError:
-            outcome = "disconnected"
-            raise
         finally:
-            if outcome != "ok":
+            if not self._exhausted:
                 cancel(self._stream)
-            call.finish(outcome)
+            self._call.finish(self._outcome)
 
-    async def _pass_on(self, send: Any) -> str:
-        """Send all chunks; returns the outcome."""
+    async def _pass_on(self, send: Any) -> None:
+        """Send all chunks.
+
+        The outcome is settled with the last of them: many clients hang up at that one, and theirs
+        are whole answers.
+        """
         call, stream = self._call, self._stream
         loop, clock = asyncio.get_running_loop(), time.perf_counter
         items, outcome, done = self._first, "ok", False
@@ -139,6 +139,8 @@ class StreamAnswer(Response):
                     else:
                         call.last = now
                     out.append(chunk)
+                if done:
+                    self._outcome = outcome
                 if out:
                     text = out[0] if len(out) == 1 else "".join(out)
                     if self._rename is not None:
@@ -152,12 +154,12 @@ class StreamAnswer(Response):
                 try:
                     items = await stream.__anext__()
                 except StopAsyncIteration:
+                    self._outcome, self._exhausted = outcome, True
                     break
         if not done:
             await send(
                 {"type": "http.response.body", "body": _DONE.encode(), "more_body": True}
             )
-        return outcome
 
     async def _break_off(self, send: Any, error: Exception) -> str:
         """Tell the client that the arm failed midway; returns the outcome."""
