@@ -470,7 +470,7 @@ def test_a_killed_engine_costs_no_client_an_error_and_comes_back(serving, client
 
 def test_sigterm_stops_everything_in_order(serving):
     tree = serving.tree()
-    titles = [" ".join(process.cmdline()) for process in tree]
+    titles = [" ".join(_title(process)) for process in tree]
     assert sum("VLLM::" in title for title in titles) >= 2 and any("raylet" in t for t in titles)
     serving.process.send_signal(signal.SIGTERM)
     _, log = serving.process.communicate(timeout=90)
@@ -483,7 +483,7 @@ def test_sigterm_stops_everything_in_order(serving):
 def test_sigkill_leaves_no_process(application):
     server = Serving(application, "--set", ONE_ARM).wait_until_ready()
     tree = server.tree()
-    assert any("VLLM::" in " ".join(process.cmdline()) for process in tree)
+    assert any("VLLM::" in " ".join(_title(process)) for process in tree)
     server.process.kill()
     server.process.wait(timeout=30)
     _, alive = psutil.wait_procs(tree, timeout=60)
