@@ -36,6 +36,9 @@ def pytest_addoption(parser):
         action="store_true",
         help="fail unless tests that start vLLM and Ray ran, none of them skipped or deselected",
     )
+    parser.addoption(
+        "--slow", action="store_true", help="run tests marked slow too: minutes each"
+    )
 
 
 def pytest_configure(config):
@@ -46,6 +49,13 @@ def pytest_configure(config):
     config.real_tests = {
         mark: {"passed": 0, "failed": 0, "skipped": [], "deselected": []} for mark in REAL
     }
+
+
+def pytest_collection_modifyitems(config, items):
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow and not config.getoption("--slow"):
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 def pytest_deselected(items):
@@ -66,8 +76,8 @@ def pytest_runtest_makereport(item):
 
 
 def _real_marks(item):
-    # tests for a GPU may be skipped where there is none
-    if item.get_closest_marker("gpu"):
+    # tests for a GPU may be skipped where there is none; what is slow has faster ones beside it
+    if item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
         return []
     return [mark for mark in REAL if item.get_closest_marker(mark)]
 

@@ -77,6 +77,7 @@ def test_vllms_own_bench_finds_the_same(url, models):
     assert 0.1 < found["throughput_ratio"] < 10
 
 
+@pytest.mark.slow
 def test_an_engine_compared_with_itself_shows_no_difference_but_noise(url, models):
     result = run(
         settings(url, models, concurrency=[1, 4], rate=20.0, temperature=[0.0, 1.0],
@@ -128,6 +129,7 @@ def wait_for_units(folder, count, *, timeout_s=240):
     raise AssertionError("no unit was finished")
 
 
+@pytest.mark.slow
 def test_a_killed_command_is_resumed_and_ctrl_c_leaves_a_partial_result(url, models, tmp_path):
     flags = ["--url", url, "--prompts", str(models / "prompts.jsonl"), "--max-tokens", "150",
              "--set", "block_size=1", "--out", str(tmp_path / "out")]  # fmt: skip
@@ -197,6 +199,7 @@ def test_offline_arms_stand_side_by_side_and_give_the_targets_text(engines):
     assert not any(is_engine(child) for child in psutil.Process().children())
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_a_clear_error_and_one_at_a_time_goes_on(engines, monkeypatch):
     from carryover.bench import offline_engines
 

@@ -21,13 +21,18 @@ def test_cluster(): {body}
 @pytest.mark.gpu
 def test_cluster_of_gpus(): pytest.skip("no GPU here")
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_slow(): raise AssertionError("slow")
+
 def test_plain(): pass
 """
 
 
 def run(folder, repository, *arguments, body="pass"):
     shutil.copy(repository / "tests" / "conftest.py", folder)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    vllm: x\n    ray: x\n    gpu: x\n")
+    markers = "".join(f"    {name}: x\n" for name in ("vllm", "ray", "gpu", "slow"))
+    (folder / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{markers}")
     (folder / "test_real.py").write_text(TESTS.format(body=body))
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
@@ -39,6 +44,12 @@ def test_all_real_tests_ran(tmp_path, repository):
     done = run(tmp_path, repository, "--require-real")
     assert done.returncode == 0, done.stdout
     assert "--require-real" not in done.stdout
+
+
+def test_slow_tests_run_when_asked_for(tmp_path, repository):
+    assert run(tmp_path, repository).returncode == 0
+    done = run(tmp_path, repository, "--slow")
+    assert done.returncode == 1 and "AssertionError: slow" in done.stdout
 
 
 @pytest.mark.parametrize(
