@@ -99,7 +99,9 @@ def controller_process():
     found = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if any("ServeReplica:trial:TrafficController" in word for word in process.info["cmdline"])
+        # A process that ended in between has no command.
+        for word in process.info["cmdline"] or []
+        if "ServeReplica:trial:TrafficController" in word
     ]
     assert len(found) == 1, found
     return found[0]
