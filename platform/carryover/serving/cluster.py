@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -53,31 +54,59 @@ def connected(config: ServeConfig, address: str | None) -> Iterator[bool]:
     before = set(psutil.Process().children(recursive=True))
     imports.start()
     try:
-        if address is None:
-            ray.init(
-                address="local",
-                num_cpus=max(os.cpu_count() or 1, ceil(reserved_cpus(config))),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                _system_config={"metrics_report_interval_ms": _METRICS_INTERVAL_MS},
-            )
-        else:
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"no Ray cluster at {address!r}: {error}; start it, correct --address, or "
-                    "leave it out to start one here"
-                ) from None
-        imports.join()
+        with interrupts_held():
+            _join_ray(address, config)
+            imports.join()
         yield address is None
     finally:
         quietly("stopping Ray", ray.shutdown)
         if address is None:
             # Engines do not always notice that their replica is gone.
             end_processes(list(set(psutil.Process().children(recursive=True)) - before))
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold back Ctrl-C until the end of the block.
+
+    Raised inside Ray's compiled start-up code, the interrupt can be swallowed there, and leave a
+    lock of `logging` taken for which the thread that imports then waits for ever.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous or signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _join_ray(address: str | None, config: ServeConfig) -> None:
+    """Start Ray here, or join the cluster at `address`."""
+    import ray
+
+    if address is None:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, ceil(reserved_cpus(config))),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _system_config={"metrics_report_interval_ms": _METRICS_INTERVAL_MS},
+        )
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"no Ray cluster at {address!r}: {error}; start it, correct --address, or "
+            "leave it out to start one here"
+        ) from None
 
 
 @contextmanager
