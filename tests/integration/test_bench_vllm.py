@@ -102,6 +102,7 @@ def test_an_engine_compared_with_itself_shows_no_difference_but_noise(url, model
             assert ties.wide == 0 and ties.near + ties.same_again + ties.unknown > 0
 
 
+@pytest.mark.slow
 def test_a_stock_servers_arms_are_told_apart_by_their_names_in_the_counters(url, models):
     alone = run(settings(url, models, arms=["first"]))
     assert alone.counters_agree and set(alone.counters) == {"first"}

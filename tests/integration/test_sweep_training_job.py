@@ -41,6 +41,7 @@ def folder(tmp_path_factory, tiny_llama):
     return folder
 
 
+@pytest.mark.slow
 def test_a_training_sweep_trains_records_and_says_what_is_best(folder):
     out = folder / "runs/sweeps/training"
     done = subprocess.run(
