@@ -146,7 +146,11 @@ def test_statistics_come_back_from_json_as_they_were(seen):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(observations, max_size=20), st.lists(observations, max_size=20))
 def test_merged_is_as_if_one_had_seen_all(first, second):
-    merged, whole = filled(first), filled(sorted([*first, *second], key=lambda seen: seen.time_s))
+    # Each in order: an observation older than the first block counts in that.
+    first, second, both = (
+        sorted(seen, key=lambda one: one.time_s) for seen in (first, second, [*first, *second])
+    )
+    merged, whole = filled(first), filled(both)
     merged.merge(filled(second))
     for kind, totals in whole.totals.items():
         left, right = merged.totals[kind].to_json(), totals.to_json()
