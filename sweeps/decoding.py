@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from carryover.durable import write_whole
 from carryover.errors import ServingError
 from carryover.tracking import Tracker
 from sweeps.answer import gains_by_title, points_of
 from sweeps.conductor import Listener, Task
 from sweeps.halving import rate_under_limit, why_stop
-from sweeps.ledger import Ledger, TrialEnd, write_whole
+from sweeps.ledger import Ledger, TrialEnd
 from sweeps.listeners import Listeners
 from sweeps.loading import CONFIG_FILE, open_ledger
 from sweeps.measuring import measure_function

@@ -15,9 +15,9 @@ import threading
 import traceback
 from pathlib import Path
 
+from carryover.durable import write_whole
 from carryover.errors import UserError
 from carryover.serving.config import ServeConfig
-from sweeps.ledger import write_whole
 
 
 def main() -> None:

@@ -9,12 +9,12 @@ few numbers for each part, so that a sweep of 100,000 measurements fits the driv
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from carryover.durable import append_line, drop_cut_line, each_line, write_whole
 from carryover.errors import ConfigError
 
 # done: all measured. stopped: early. failed: for good. died: its process or node; tried again.
@@ -73,7 +73,7 @@ class Ledger:
         folder.mkdir(parents=True, exist_ok=True)
         self._require_same(folder / "identity.json", json.loads(json.dumps(identity)))
         for file in (self.rows_file, self.trials_file):
-            _drop_cut_line(file)
+            drop_cut_line(file)
         for row in self.rows():
             self._keep(row)
         for end in self.trials():
@@ -104,11 +104,11 @@ class Ledger:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Every measurement, oldest first; of one that was repeated, all."""
-        yield from _lines(self.rows_file)
+        yield from each_line(self.rows_file)
 
     def trials(self) -> Iterator[TrialEnd]:
         """The end of every trial, oldest first."""
-        for line in _lines(self.trials_file):
+        for line in each_line(self.trials_file):
             yield TrialEnd(**line)
 
     def part_of(self, row: Mapping[str, Any]) -> tuple:
@@ -143,43 +143,3 @@ class Ledger:
         figures = row["figures"]
         values = tuple(float(figures.get(name, "nan")) for name in self.kept)
         self.figures.setdefault(row["setting"], {})[self.part_of(row)] = values
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file that is there in whole or not at all."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
-
-
-def append_line(file: Path, values: Mapping[str, Any]) -> None:
-    """Add one line of JSON, and see it reach the disk."""
-    with file.open("a") as out:
-        out.write(json.dumps(values) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    if file.exists():
-        with file.open() as lines:
-            for line in lines:
-                yield json.loads(line)
-
-
-def _drop_cut_line(file: Path) -> None:
-    """Remove a last line that a kill cut; it is measured again."""
-    if not file.exists():
-        return
-    with file.open("rb+") as out:
-        out.seek(0, os.SEEK_END)
-        size = out.tell()
-        while size:
-            start = max(0, size - 65536)
-            out.seek(start)
-            found = out.read(size - start).rfind(b"\n")
-            if found >= 0:
-                out.truncate(start + found + 1)
-                return
-            size = start
-        out.truncate(0)

@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from carryover.durable import write_whole
 from carryover.errors import ServingError
 from carryover.tracking import Run, Tracker
 from sweeps.conductor import Task
-from sweeps.ledger import Ledger, TrialEnd, write_whole
+from sweeps.ledger import Ledger, TrialEnd
 from sweeps.measuring import tail
 
 EXPERIMENT = "sweeps"

@@ -16,11 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from carryover.durable import write_whole
 from carryover.errors import ConfigError, ServingError
 from carryover.tracking import Run, Tracker
 from sweeps.conductor import Listener, Task, report
 from sweeps.halving import why_stop_at
-from sweeps.ledger import Ledger, TrialEnd, write_whole
+from sweeps.ledger import Ledger, TrialEnd
 from sweeps.listeners import Listeners
 from sweeps.loading import CONFIG_FILE
 from sweeps.records import Records, record_answer, recorded

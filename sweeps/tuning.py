@@ -17,11 +17,12 @@ from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler
 
+from carryover.durable import append_line
 from carryover.errors import ServingError, UserError
 from jobs.ray_cluster import start_ray
 from sweeps.board import make_board
 from sweeps.conductor import Conductor, Listener, Plan, report
-from sweeps.ledger import Ledger, append_line
+from sweeps.ledger import Ledger
 
 # tells Tune to leave Ctrl-C to us, to write no files for tools that are not used, and not to print
 _TUNE_ENVIRONMENT = {

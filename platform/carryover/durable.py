@@ -11,6 +11,7 @@ from typing import Any
 
 # Ends the name under which a file is written before it gets its own.
 PARTIAL = ".partial"
+_READ_BACK_BYTES = 65536
 
 
 def sync(path: Path) -> None:
@@ -54,19 +55,40 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every line of JSON that was written to its end; none where there is no file.
+def drop_cut_line(path: Path) -> None:
+    """Remove a last line that a kill cut off, so that the next one does not continue it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        while size:
+            start = max(0, size - _READ_BACK_BYTES)
+            file.seek(start)
+            found = file.read(size - start).rfind(b"\n")
+            if found >= 0:
+                file.truncate(start + found + 1)
+                return
+            size = start
+        file.truncate(0)
 
-    A last line that a kill cut off is removed, so that the next one does not continue it: for
-    the one process that also appends.
+
+def each_line(path: Path) -> Iterator[dict[str, Any]]:
+    """Every line of JSON, oldest first; none where there is no file.
 
     Raises:
-        ValueError: another line is not JSON.
+        ValueError: a line is not JSON.
     """
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+    if path.exists():
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Every line of JSON that was written to its end, for the one process that also appends.
+
+    Raises:
+        ValueError: a line before the last is not JSON.
+    """
+    drop_cut_line(path)
+    return list(each_line(path))

@@ -6,9 +6,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from carryover.durable import append_line
 from carryover.errors import ConfigError
 from sweeps.durations import parse_duration, show_duration
-from sweeps.ledger import TrialEnd, append_line
+from sweeps.ledger import TrialEnd
 from sweeps.loading import open_ledger
 from sweeps.plan import Parts, forecast, makespan, measured_parts
 from sweeps.plan_display import missing_of

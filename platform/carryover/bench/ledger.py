@@ -11,7 +11,6 @@ folder/
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,6 +20,7 @@ from typing import Any
 from carryover.bench.records import Request
 from carryover.bench.workload import Unit
 from carryover.config import Config
+from carryover.durable import append_line, read_lines
 from carryover.errors import ConfigError
 
 SETTINGS, START = "bench.yaml", "bench.json"
@@ -84,10 +84,10 @@ class Ledger:
                 "the interrupted command named"
             ) from None
         ledger = cls(folder, start)
-        for row in _whole_lines(folder / UNITS):
+        for row in read_lines(folder / UNITS):
             requests = [Request.from_row(values) for values in row.pop("requests")]
             ledger.done[row["key"]] = Measured(**row, requests=requests)
-        ledger.sessions = _whole_lines(folder / SESSIONS)
+        ledger.sessions = read_lines(folder / SESSIONS)
         return ledger
 
     def check(self, mode: str, **found: Any) -> None:
@@ -126,12 +126,12 @@ class Ledger:
         measured = Measured(unit.key, wall_s, list(requests), counted)
         rows = [request.to_row() for request in requests]
         line = {"key": unit.key, "wall_s": wall_s, "counted": counted, "requests": rows}
-        _append(self.folder / UNITS, line)
+        append_line(self.folder / UNITS, line)
         self.done[unit.key] = measured
 
     def end_session(self, session: dict[str, Any]) -> None:
         """Take in what this process saw beside the requests, such as counters."""
-        _append(self.folder / SESSIONS, session)
+        append_line(self.folder / SESSIONS, session)
         self.sessions.append(session)
 
     @property
@@ -152,24 +152,6 @@ def load_settings(folder: Path, kind: type[Config]) -> Any:
             "interrupted command named"
         )
     return kind.load(folder / SETTINGS)
-
-
-def _append(file: Path, values: dict[str, Any]) -> None:
-    with file.open("a") as out:
-        out.write(json.dumps(values) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _whole_lines(file: Path) -> list[dict[str, Any]]:
-    """Lines of a file; a last one that was cut by a kill is cut off, so that it can be appended."""
-    if not file.exists():
-        return []
-    text = file.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        file.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def _short(value: Any) -> str:

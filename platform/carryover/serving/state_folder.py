@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from carryover.config import Config
+from carryover.durable import write_whole
 from carryover.errors import ServingError
 from carryover.serving.audit import AuditEntry, AuditLog
 from carryover.serving.changes import State
@@ -164,17 +165,7 @@ class StateFolder:
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
         """Replace a file as a whole: a reader, or a crash, sees the old one or the new one."""
-        path, partial = self.path / name, self.path / f".{name}.partial"
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump(values, file, ensure_ascii=False, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_whole(self.path / name, json.dumps(values, ensure_ascii=False, allow_nan=False))
 
 
 def _lock(descriptor: int, timeout_s: float) -> bool:
