@@ -1,5 +1,6 @@
 .DEFAULT_GOAL := help
 VENV ?= .venv
+TEST_STREAMS ?= 2
 export CARRYOVER_VENV := $(VENV)
 
 .PHONY: help setup doctor demo test bench lint clean
@@ -16,8 +17,9 @@ doctor: setup ## check this machine
 demo: setup ## the whole pipeline on the embedded target, in minutes
 	@$(VENV)/bin/platform demo
 
-test: setup ## all tests; PYTEST_ARGS="-k name" for some
-	@$(VENV)/bin/python -m carryover.guardian $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+test: setup ## all tests; PYTEST_ARGS="-k name" for some, TEST_STREAMS=0 for one after the other
+	@$(VENV)/bin/python -m carryover.guardian $(VENV)/bin/python -m pytest \
+		-n $(TEST_STREAMS) --dist loadfile $(PYTEST_ARGS)
 
 bench: setup ## what our own parts cost, in one table of ratios; BENCH_ARGS="--only plugin" for some
 	@$(VENV)/bin/python -P -m carryover.bench.parts $(BENCH_ARGS)

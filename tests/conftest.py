@@ -46,9 +46,7 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    config.real_tests = {
-        mark: {"passed": 0, "failed": 0, "skipped": [], "deselected": []} for mark in REAL
-    }
+    config.pluginmanager.register(Suite(config))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -58,61 +56,71 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in slow]
 
 
-def pytest_deselected(items):
-    for item in items:
-        for mark in _real_marks(item):
-            item.config.real_tests[mark]["deselected"].append(item.nodeid)
+class Suite:
+    """Which real tests ran, and what they left running, over all processes that run tests."""
 
+    def __init__(self, config):
+        self.config = config
+        self.ended = {mark: 0 for mark in REAL}
+        self.missing = {mark: [] for mark in REAL}
+        self.left = []
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item):
-    report = yield
-    for mark in _real_marks(item):
-        if report.skipped:
-            item.config.real_tests[mark]["skipped"].append(item.nodeid)
-        elif report.when == "call":
-            item.config.real_tests[mark][report.outcome] += 1
-    return report
+    def pytest_deselected(self, items):
+        for item in items:
+            for mark in _real_marks({mark.name for mark in item.iter_markers()}):
+                self.missing[mark].append(item.nodeid)
 
+    def pytest_runtest_logreport(self, report):
+        for mark in _real_marks(report.keywords):
+            if report.skipped:
+                self.missing[mark].append(report.nodeid)
+            elif report.when == "call":
+                self.ended[mark] += 1
 
-def _real_marks(item):
-    # tests for a GPU may be skipped where there is none; what is slow has faster ones beside it
-    if item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
-        return []
-    return [mark for mark in REAL if item.get_closest_marker(mark)]
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        """Take what one process of several saw; it sent its reports as they came."""
+        for mark, names in getattr(node, "workeroutput", {}).get("deselected", {}).items():
+            self.missing[mark] += set(names) - set(self.missing[mark])
+        self.left += getattr(node, "workeroutput", {}).get("left", [])
 
-
-def _unreal(config):
-    """What --require-real objects to, one line for each mark."""
-    problems = []
-    for mark, count in config.real_tests.items():
-        if missing := count["skipped"] + count["deselected"]:
-            problems.append(f"{len(missing)} tests marked {mark} did not run: {missing[:5]}")
-        elif not count["passed"] + count["failed"]:
-            problems.append(f"no test marked {mark} ran")
-    return problems
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session):
-    """Nothing that a test started may outlive the tests; orphans become children of this one."""
-    if session.config.getoption("--require-real") and _unreal(session.config):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
-    left = [child for child in psutil.Process().children() if _is_worth_naming(child)]
-    if left:
-        names = ", ".join(f"{child.pid} {child.name()}" for child in left)
-        session.config.left_processes = names
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session):
+        """Nothing that a test started may outlive the tests; orphans become children of this."""
+        if "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
+        left = [child for child in psutil.Process().children() if _is_worth_naming(child)]
+        self.left += [f"{child.pid} {child.name()}" for child in left]
         end_processes(left)
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput.update(deselected=self.missing, left=self.left)
+        elif self.config.getoption("--require-real") and self.problems():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def problems(self):
+        """What --require-real objects to, one line for each mark."""
+        lines = []
+        for mark in REAL:
+            if missing := self.missing[mark]:
+                lines.append(f"{len(missing)} tests marked {mark} did not run: {missing[:5]}")
+            elif not self.ended[mark]:
+                lines.append(f"no test marked {mark} ran")
+        return lines
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.left:
+            names = ", ".join(self.left)
+            terminalreporter.write_line(f"processes left by tests, now ended: {names}", red=True)
+        if self.config.getoption("--require-real"):
+            for problem in self.problems():
+                terminalreporter.write_line(f"--require-real: {problem}", red=True)
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    if names := getattr(config, "left_processes", ""):
-        terminalreporter.write_line(f"processes left by tests, now ended: {names}", red=True)
-    if config.getoption("--require-real"):
-        for problem in _unreal(config):
-            terminalreporter.write_line(f"--require-real: {problem}", red=True)
+def _real_marks(names):
+    # tests for a GPU may be skipped where there is none; what is slow has faster ones beside it
+    if "gpu" in names or "slow" in names:
+        return []
+    return [mark for mark in REAL if mark in names]
 
 
 def _is_worth_naming(process):

@@ -40,8 +40,13 @@ def run(folder, repository, *arguments, body="pass"):
     )  # fmt: skip
 
 
-def test_all_real_tests_ran(tmp_path, repository):
-    done = run(tmp_path, repository, "--require-real")
+# in this process alone, and in two processes side by side, as `make test` runs them
+STREAMS = pytest.mark.parametrize("streams", [["-n0"], ["-n2", "--dist=loadfile"]], ids=["1", "2"])
+
+
+@STREAMS
+def test_all_real_tests_ran(tmp_path, repository, streams):
+    done = run(tmp_path, repository, "--require-real", *streams)
     assert done.returncode == 0, done.stdout
     assert "--require-real" not in done.stdout
 
@@ -52,6 +57,7 @@ def test_slow_tests_run_when_asked_for(tmp_path, repository):
     assert done.returncode == 1 and "AssertionError: slow" in done.stdout
 
 
+@STREAMS
 @pytest.mark.parametrize(
     ("arguments", "body", "said"),
     [
@@ -60,20 +66,21 @@ def test_slow_tests_run_when_asked_for(tmp_path, repository):
         (["test_real.py::test_plain"], "pass", "no test marked vllm ran"),
     ],
 )
-def test_left_out_real_tests_fail_the_run(tmp_path, repository, arguments, body, said):
+def test_left_out_real_tests_fail_the_run(tmp_path, repository, arguments, body, said, streams):
     if arguments[:1] == ["-m"]:
         said = "1 tests marked ray did not run"  # the one for GPUs may be left out
-    done = run(tmp_path, repository, "--require-real", *arguments, body=body)
+    done = run(tmp_path, repository, "--require-real", *arguments, *streams, body=body)
     assert done.returncode == 1
     assert said in done.stdout
-    assert run(tmp_path, repository, *arguments, body=body).returncode == 0
+    assert run(tmp_path, repository, *arguments, *streams, body=body).returncode == 0
     closing = done.stdout.rstrip().splitlines()[-1]
     assert closing.startswith("=") and "passed" in closing
 
 
-def test_processes_that_a_test_leaves_are_ended_and_named(tmp_path, repository):
+@STREAMS
+def test_processes_that_a_test_leaves_are_ended_and_named(tmp_path, repository, streams):
     body = "__import__('subprocess').Popen(['sleep', '300'])"
-    done = run(tmp_path, repository, body=body)
+    done = run(tmp_path, repository, *streams, body=body)
     assert "processes left by tests, now ended" in done.stdout
     assert "sleep" in done.stdout
 
@@ -114,5 +121,6 @@ def test_make_test_runs_the_suite_guarded(repository):
     )  # fmt: skip
     assert "infra/setup.sh cpu" in done.stdout
     assert "-m carryover.guardian" in done.stdout
-    assert done.stdout.rstrip().endswith("-m pytest --require-real")
+    command = " ".join(done.stdout.replace("\\\n", " ").split())
+    assert command.endswith("-m pytest -n 2 --dist loadfile --require-real")
     assert os.access(Path(repository, ".ci", "run"), os.X_OK)

@@ -54,6 +54,7 @@ class Ratio:
 
 
 RATIOS = (
+    Ratio("cli", "help_ratio", "`platform --help` over an empty Typer program's", 1.5),
     Ratio("train_step", "tokens_per_s_ratio", "training speed over speculators'", 2.5, "least"),
     Ratio("train_step", "peak_memory_ratio", "training memory over speculators'", 0.35),
     Ratio("transition", "parallel_over_sequential",
