@@ -18,6 +18,7 @@ from carryover.commands import (
     data,
     demo,
     doctor,
+    results,
     serve,
     sweep,
     traffic,
@@ -54,7 +55,7 @@ def root(
     """Train, serve and measure Carryover Drafting for speculative decoding."""
 
 
-for module in (doctor, demo, data, train, serve, traffic, bench, sweep, checkpoint, ui):
+for module in (doctor, demo, data, train, serve, traffic, bench, sweep, results, checkpoint, ui):
     module.register(app)
 
 

@@ -68,7 +68,7 @@ def read_runs(tracker: Tracker, names: Sequence[str]) -> list[Recorded]:
     client = tracker.client()
     found: list[Recorded] = []
     for number, name in enumerate(names, 1):
-        run_id = _run_id(name)
+        run_id = find_run_id(name)
         try:
             parent = client.get_run(run_id)
         except Exception as error:
@@ -210,7 +210,8 @@ def _percent(interval: Interval | None) -> str:
     )
 
 
-def _run_id(name: str) -> str:
+def find_run_id(name: str) -> str:
+    """MLflow's id of a bench: as given, or that which a folder of results names."""
     start = Path(name) / START
     if not start.is_file():
         return name

@@ -1,0 +1,1 @@
+"""The results page: what MLflow's runs say about whether Carryover pays."""

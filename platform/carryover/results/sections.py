@@ -1,0 +1,163 @@
+"""One section of the results page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from carryover.results import figures, records, tables
+from carryover.results.collect import REGIMES, SectionResults, greedy
+from carryover.results.document import ResultsPage
+from carryover.results.markdown import details, slug
+from carryover.results.measured import Measured
+from carryover.results.runs import BenchRun
+
+NOT_YET = "Not measured yet."
+
+
+def add_section(page: ResultsPage, results: SectionResults) -> None:
+    """Append a section's tables and figures to the page."""
+    runs = results.runs
+    page.add(f"## {runs.section.name}", runs.section.text)
+    _offline(page, results)
+    _online(page, results)
+    page.add(f"### {runs.section.name}: what training cost")
+    page.add(records.training_table(runs.costs) if runs.costs else NOT_YET)
+    _payback(page, results)
+    if runs.tried:
+        page.add(f"### {runs.section.name}: what was tried", records.tried_table(runs.tried))
+    if results.unused:
+        listed = ", ".join(records.label(run.record) for run in results.unused)
+        page.add(f"Listed, and in no table, since other runs count before them: {listed}.")
+
+
+def _offline(page: ResultsPage, results: SectionResults) -> None:
+    name = results.runs.section.name
+    page.add(f"### {name}: offline")
+    if not results.offline:
+        page.add(NOT_YET)
+        return
+    _warn(page, results.runs.offline)
+    for temperature, measured in _by_temperature(results.offline).items():
+        title = f"T={temperature:g}"
+        stem = f"{slug(name)}-t{slug(f'{temperature:g}')}"
+        page.add(f"#### {name}: offline, {title}, by set")
+        page.add(
+            "Acceptance length of each role, gain of Carryover in acceptance length (paired over "
+            "prompts), speed-up over the target alone; 95% intervals."
+        )
+        for each in measured:
+            page.add(f"**{each.regime}** {_from(each)}", tables.offline_table(each))
+        page.show(figures.gain_picture(f"{stem}-gain", measured))
+        seeds = tables.seed_table(measured, "acceptance_ratio")
+        if seeds:
+            page.add("Gain in acceptance length, seed by seed:", seeds, _spread(measured))
+        positions = tables.position_table(measured)
+        if positions:
+            page.add(f"#### {name}: offline, {title}, by position")
+            page.add("Share of rounds that accept at least so many proposals.", positions)
+            page.show(figures.position_picture(f"{stem}-positions", measured))
+
+
+def _online(page: ResultsPage, results: SectionResults) -> None:
+    name = results.runs.section.name
+    page.add(f"### {name}: online")
+    if not results.online:
+        page.add(NOT_YET)
+        return
+    _warn(page, results.runs.online)
+    for temperature, measured in _by_temperature(results.online).items():
+        title = f"T={temperature:g}"
+        single = [each for each in measured if each.condition.concurrency == 1]
+        page.add(f"#### {name}: online, concurrency 1, {title}")
+        if single:
+            page.add(" ".join(f"**{each.regime}** {_from(each)}" for each in single))
+            page.add(tables.load_table(single))
+            seeds = tables.seed_table(single, "speedup")
+            if seeds:
+                page.add("Gain in output tokens/s, seed by seed:", seeds)
+        else:
+            page.add(NOT_YET)
+        page.add(f"#### {name}: online, sweep over concurrency, {title}")
+        sweeps = {
+            regime: [each for each in measured if each.regime == regime] for regime in REGIMES
+        }
+        shown = {regime: loads for regime, loads in sweeps.items() if len(loads) > 1}
+        if not shown:
+            page.add(NOT_YET)
+        for regime, loads in shown.items():
+            runs = {run.record.id: run for each in loads for run in each.runs}
+            page.add(f"**{regime}** {_listed(list(runs.values()))}", tables.sweep_table(loads))
+            stem = f"{slug(name)}-t{slug(f'{temperature:g}')}-sweep-{regime}"
+            page.show(figures.sweep_picture(stem, loads))
+
+
+def _payback(page: ResultsPage, results: SectionResults) -> None:
+    page.add("What the continuation costs against what it saves, at T=0 online:")
+    found = results.paybacks
+    if found:
+        page.add(
+            records.payback_table(found),
+            "Core-hours of training are means over seeds. What the control's training took would "
+            "have been spent without Carryover too, if the baseline is trained on; the difference "
+            "is what drafting and verifying in training cost.",
+        )
+    else:
+        page.add(NOT_YET)
+    missing = [
+        regime
+        for regime in REGIMES
+        if greedy(results.online, regime) and regime not in {each.regime for each in found}
+    ]
+    if missing and results.runs.costs:
+        page.add(
+            f"Not computed for {' and '.join(missing)}: it takes a finished Carryover training on "
+            "CPU, and a gain over the baseline online."
+        )
+
+
+def _warn(page: ResultsPage, runs: Sequence[BenchRun]) -> None:
+    """Say loudly what is wrong with runs, and quietly what else must be known."""
+    for run in runs:
+        name = records.label(run.record)
+        if not run.valid:
+            wrong = [text for severity, text in run.findings if severity == "invalid"]
+            first = f": {records.without_folders(wrong[0])}" if wrong else ""
+            page.add(f"> **INVALID: no figure of {name} is to be believed**{first}")
+        if run.partial:
+            page.add(f"> **PARTIAL: {name}**: {records.without_folders(run.partial)}")
+    notes = [
+        f"{records.label(run.record)}: {records.without_folders(text)}"
+        for run in runs
+        for severity, text in run.findings
+        if severity != "invalid"
+    ]
+    if notes:
+        page.add(details(f"Notes of the benches themselves: {len(notes)}", notes))
+
+
+def _spread(measured: Sequence[Measured]) -> str:
+    alone = [each.regime for each in measured if each.gains and len(each.seeds) == 1]
+    if not alone:
+        return ""
+    return f"One seed of {' and '.join(alone)}: how much trainings differ is not known."
+
+
+def _from(measured: Measured) -> str:
+    return _listed(measured.runs)
+
+
+def _listed(runs: Sequence[BenchRun]) -> str:
+    marks = [
+        records.label(run.record)
+        + ("" if run.valid else " **INVALID**")
+        + (" **PARTIAL**" if run.partial else "")
+        for run in runs
+    ]
+    return f"from {', '.join(marks)}"
+
+
+def _by_temperature(measured: Sequence[Measured]) -> dict[float, list[Measured]]:
+    found: dict[float, list[Measured]] = {}
+    for each in measured:
+        found.setdefault(each.condition.temperature, []).append(each)
+    return found
