@@ -40,6 +40,11 @@ class RunFolder:
         """What `run.json` holds."""
         return json.loads(self._record_path.read_text())
 
+    def mlflow_run(self, store: str) -> str | None:
+        """The MLflow run to continue, if the run was recorded in the store of this URI."""
+        record = self.record() if self.exists else {}
+        return record.get("mlflow_run_id") if record.get("mlflow_uri") == store else None
+
     def update(self, values: dict[str, Any]) -> None:
         """Change `run.json`, in one step."""
         record = {**(self.record() if self.exists else {}), **values}

@@ -27,7 +27,8 @@ from carryover.training.snapshots import Progress
 from jobs.run_folder import RunFolder
 from jobs.train_records import Recorder
 from jobs.train_view import View
-from jobs.train_workers import run_workers
+from jobs.train_worker import train_worker
+from jobs.train_workers import WorkerJob, run_workers
 from jobs.verification import verify_in_vllm
 
 
@@ -127,7 +128,7 @@ def train(
         experiment=config.experiment,
         name=config.name,
         tags={"carryover.training": kind, "carryover.run_folder": str(folder.path)},
-        run_id=_known_run(record, tracker),
+        run_id=folder.mlflow_run(tracker.uri),
     ) as run:
         folder.update({"mlflow_run_id": run.id, "mlflow_uri": tracker.uri})
         _describe_run(run, assignment, data, description, num_steps)
@@ -137,7 +138,12 @@ def train(
             folder.update({"verified": True})
         with view.progress(num_steps, cache):
             try:
-                run_workers(assignment, Recorder(run, view, num_steps))
+                run_workers(
+                    WorkerJob(
+                        train_worker, {"assignment": assignment}, config.resources, folder.path
+                    ),
+                    Recorder(run, view, num_steps),
+                )
             except KeyboardInterrupt:
                 view.stopped(folder.path, folder.progress())
                 raise
@@ -219,11 +225,6 @@ def _initialise(assignment: Assignment, data: Data, start_from: Path | None, fol
                 "that carryover training began at"
             )
     checkpoint.save(drafter, folder, {**record, **provenance.collect()})
-
-
-def _known_run(record: Mapping[str, Any], tracker: Tracker) -> str | None:
-    """The MLflow run to continue, if the run was recorded in the same store."""
-    return record.get("mlflow_run_id") if record.get("mlflow_uri") == tracker.uri else None
 
 
 def _describe_run(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import ray
@@ -15,16 +18,31 @@ from carryover import errors
 from carryover.errors import EnvironmentProblem, UserError
 from carryover.runtime import usable_cores
 from carryover.training.config import ResourceSettings
-from carryover.training.session import Assignment
 from jobs.board import Board
 from jobs.ray_cluster import start_ray
 from jobs.train_records import Recorder
-from jobs.train_worker import train_worker
 
 POLL_S = 0.2
 
 
-def run_workers(assignment: Assignment, recorder: Recorder) -> None:
+@dataclass(frozen=True)
+class WorkerJob:
+    """What the workers of a job do, and where.
+
+    Attributes:
+        run: what each worker calls, with `told` and the `board` to report to.
+        told: what every worker is told.
+        resources: how many there are, and what each has.
+        folder: the run's folder, absolute; Ray Train keeps its own files in it.
+    """
+
+    run: Callable[[dict[str, Any]], None]
+    told: Mapping[str, Any]
+    resources: ResourceSettings
+    folder: Path
+
+
+def run_workers(job: WorkerJob, recorder: Recorder) -> None:
     """Train until the workers are done.
 
     Raises:
@@ -34,22 +52,22 @@ def run_workers(assignment: Assignment, recorder: Recorder) -> None:
     """
     owns_ray = not ray.is_initialized()
     if owns_ray:
-        start_ray(assignment.config.resources.address)
+        start_ray(job.resources.address)
     try:
-        _run(assignment, recorder, may_leave=owns_ray)
+        _run(job, recorder, may_leave=owns_ray)
     finally:
         if owns_ray:
             ray.shutdown()
 
 
-def _run(assignment: Assignment, recorder: Recorder, *, may_leave: bool) -> None:
+def _run(job: WorkerJob, recorder: Recorder, *, may_leave: bool) -> None:
     """Follow the workers to their end; with `may_leave` not beyond a user's error, which restarts
     of the workers would only repeat."""
-    resources = assignment.config.resources
+    resources = job.resources
     per_worker = _resources_per_worker(resources)
     require_resources(resources.num_workers, per_worker)
     board = ray.remote(Board).options(num_cpus=0).remote()
-    trainer = _trainer(assignment, per_worker, board)
+    trainer = _trainer(job, per_worker, board)
     failure: list[BaseException] = []
 
     def fit() -> None:
@@ -110,23 +128,23 @@ class _Interrupts:
 
 
 def _trainer(
-    assignment: Assignment, per_worker: dict[str, float], board: ray.actor.ActorHandle
+    job: WorkerJob, per_worker: dict[str, float], board: ray.actor.ActorHandle
 ) -> TorchTrainer:
-    resources = assignment.config.resources
+    resources = job.resources
     # Read by Ray Train's controller; there is no argument for it.
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(resources.start_timeout_s)
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
     threads = str(max(1, int(per_worker["CPU"])))
     return TorchTrainer(
-        train_worker,
-        train_loop_config={"assignment": assignment, "board": board},
+        job.run,
+        train_loop_config={**job.told, "board": board},
         scaling_config=ScalingConfig(
             num_workers=resources.num_workers,
             use_gpu=resources.gpus_per_worker > 0,
             resources_per_worker=per_worker,
         ),
         run_config=RunConfig(
-            storage_path=str(assignment.run_folder),
+            storage_path=str(job.folder),
             name=".ray",
             failure_config=FailureConfig(
                 max_failures=resources.max_restarts, controller_failure_limit=0

@@ -44,8 +44,7 @@ def url(models):
     with crosscheck.stock_server(
         str(models / "target"), names=NAMES, drafter=models / "proposer",
         num_speculative_tokens=PROPOSAL_LENGTH, log=models / "server.log",
-        flags=["--max-model-len", "256", "--max-num-seqs", "8",
-               "--kv-cache-memory-bytes", str(32 << 20)],
+        flags=["--max-model-len", "256", "--max-num-seqs", "8"],
     ) as url:  # fmt: skip
         yield url
 
@@ -235,3 +234,20 @@ def test_an_engine_that_dies_is_a_clear_error_and_one_at_a_time_goes_on(engines,
     assert result.valid and len(result.requests) == 2 * 4
     assert any("one engine ran at a time" in finding.text for finding in result.findings)
     assert list(folder.glob("engine-*.log"))
+
+
+def test_a_server_that_does_not_start_says_why(models, tmp_path):
+    with (
+        pytest.raises(ServingError, match=r"did not start: \S*Error: .*128"),
+        crosscheck.stock_server(
+            str(models / "target"), names=["m"], log=tmp_path / "server.log",
+            flags=["--max-model-len", "256", "--kv-cache-memory-bytes", "128"],
+        ),
+    ):  # fmt: skip
+        pass
+
+
+def test_without_a_size_the_server_asks_for_little_memory(url, models):
+    """vLLM's CPU engine would ask for 92% of it, which a machine that does anything lacks."""
+    log = (models / "server.log").read_text()
+    assert f"'kv_cache_memory_bytes': {crosscheck.CPU_KV_CACHE_BYTES}" in log

@@ -18,6 +18,10 @@ def command_for(path):
         return ["sweep"]
     if name.startswith("data_"):
         return ["data", "regenerate"]
+    if name == "results":
+        return ["results"]
+    if name.endswith("_target"):
+        return ["train", "target"]
     return ["demo"] if name == "demo" else ["train", "baseline"]
 
 

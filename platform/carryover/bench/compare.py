@@ -136,6 +136,25 @@ def comparison_remarks(recorded: Sequence[Recorded]) -> list[str]:
     return said
 
 
+def markdown_figures(recorded: Sequence[Recorded]) -> str:
+    """Acceptance, throughput and speed-up of every arm and condition, as a Markdown table."""
+    lines = [
+        "| condition | arm | acceptance length | output tokens/s | speed-up |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for each in recorded:
+        cells = (
+            f"{each.condition.mode} {each.condition.title}",
+            each.arm,
+            show_interval(each.interval("acceptance_length"), 2),
+            show_interval(each.interval("output_tokens_per_s"), 1),
+            show_interval(each.interval("speedup"), 2, "x"),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "With 95% intervals.", *(f"- {said}" for said in comparison_remarks(recorded))]
+    return "\n".join(lines) + "\n"
+
+
 def _figures(mode: str, rows: Sequence[Recorded]) -> Table:
     table = Table(
         title=f"{mode}; changes are from the first run, without pairing", title_justify="left",

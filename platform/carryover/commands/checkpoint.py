@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from carryover.commands.options import console, examples, log_console
+from carryover.commands.options import TrackingUriOption, console, examples, log_console
 
 if TYPE_CHECKING:
+    from carryover.diagnostics.replay import Recall, Replay
     from carryover.drafters.verify import VerifyReport
 
 PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint folder.")]
@@ -31,7 +33,21 @@ def register(app: typer.Typer) -> None:
             "platform checkpoint verify ./drafter --target Qwen/Qwen3-4B",
         )
     )(verify)
-    app.add_typer(group, name="checkpoint", help="Look at drafters, and try them in vLLM.")
+    group.command(
+        epilog=examples(
+            "platform checkpoint replay runs/train/embedded-carryover/best "
+            "-d runs/data/responses --baseline runs/train/embedded/best",
+            "platform checkpoint replay runs/train/embedded-carryover/best -d FILE --json",
+        )
+    )(replay)
+    group.command(
+        epilog=examples(
+            "platform checkpoint export runs/train/embedded/best --out embedded-dflash",
+            "platform checkpoint export runs/train/embedded/best --out embedded-dflash "
+            "--dtype float16 --bench BENCH_RUN --data 'Prompts and responses of the target.'",
+        )
+    )(export)
+    app.add_typer(group, name="checkpoint", help="Look at drafters, try them, give them away.")
 
 
 def show(path: PathArgument, as_json: JsonOption = False) -> None:
@@ -74,6 +90,119 @@ def verify(
         _print_json({**asdict(report), "acceptance_length": report.acceptance_length})
     else:
         typer.echo(str(report))
+
+
+def replay(
+    path: PathArgument,
+    data: Annotated[
+        Path,
+        typer.Option(
+            "--data", "-d", metavar="PATH", help="Responses that the drafter was not trained on."
+        ),
+    ],
+    baseline: Annotated[
+        Path | None,
+        typer.Option(metavar="CHECKPOINT", help="The checkpoint that it was continued from."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Default: the target that the checkpoint names."),
+    ] = None,
+    max_responses: Annotated[
+        int, typer.Option("--max-responses", "-n", min=1, help="Of temperature 0, no more.")
+    ] = 64,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell whether carried rows inform the drafter: recall with and without them, side by side.
+
+    Rounds of the drafter's own decoding are drafted again at the same anchors: with the carried
+    rows (ON), with the same weights and no carried rows (OFF), and by the baseline.
+    """
+    from carryover.commands.options import progress
+    from carryover.diagnostics.session import ReplayJob, run_replay
+
+    job = ReplayJob(path, data, baseline, target, max_responses)
+    with progress() as bars:
+        task = bars.add_task("rounds", total=None, rate="")
+        found = run_replay(job, on_rounds=lambda count: bars.advance(task, count))
+    if as_json:
+        from dataclasses import asdict
+
+        _print_json(asdict(found))
+    else:
+        _print_replay(found)
+
+
+class WeightType(StrEnum):
+    """Of exported weights."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def export(
+    path: PathArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where it goes.")],
+    dtype: Annotated[WeightType, typer.Option(help="Of the weights.")] = WeightType.bfloat16,
+    bench: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RUN", help="Bench whose figures go into the card. Repeatable."),
+    ] = None,
+    data: Annotated[str, typer.Option(metavar="TEXT", help="What it was trained on.")] = "",
+    limits: Annotated[str, typer.Option(metavar="TEXT", help="What it is not good for.")] = "",
+    license_id: Annotated[
+        str, typer.Option("--license", metavar="SPDX", help="Licence of the weights.")
+    ] = "apache-2.0",
+    tracking_uri: TrackingUriOption = None,
+) -> None:
+    """Write a drafter to give away: 16-bit weights, no trace of this machine, and a model card."""
+    from carryover.drafters.export import export as write
+
+    figures = ""
+    if bench:
+        from carryover.bench.compare import markdown_figures, read_runs
+        from carryover.tracking import Tracker
+
+        figures = markdown_figures(read_runs(Tracker(tracking_uri), bench))
+    folder = write(
+        path, out, dtype=dtype.value, license_id=license_id, data=data, figures=figures,
+        limits=limits,
+    )  # fmt: skip
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    typer.echo(f"{folder}: {size / 1e6:.1f} MB; its card is {folder / 'README.md'}")
+
+
+def _print_replay(found: Replay) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from carryover.diagnostics.replay import TOPS
+
+    drafts = list(found.acceptance_length)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("block position", justify="right")
+    table.add_column("rounds", justify="right")
+    for top in TOPS:
+        for draft in drafts:
+            table.add_column(f"{draft.upper()}@{top}", justify="right")
+        table.add_column(f"ON-OFF @{top}, points", justify="right")
+    by_position: dict[int, list[Recall]] = {}
+    for recall in found.recalls:
+        by_position.setdefault(recall.position, []).append(recall)
+    for position, recalls in by_position.items():
+        cells = []
+        for recall in recalls:
+            cells += [f"{100 * recall.rates[draft]:.1f}%" for draft in drafts]
+            cells.append(f"{100 * recall.gain:+.2f} ± {100 * recall.error:.2f}")
+        table.add_row(str(position), f"{recalls[0].rounds:,}", *cells)
+    console().print(table)
+    lengths = ", ".join(f"{name.upper()} {value:.3f}" for name, value in
+                        found.acceptance_length.items())  # fmt: skip
+    typer.echo(
+        f"{found.rounds:,} of {found.all_rounds:,} rounds have carried rows; "
+        f"acceptance length there: {lengths}"
+    )
 
 
 def _verify(path: Path, target: str | None) -> VerifyReport:

@@ -19,7 +19,9 @@ from carryover.commands.options import (
 if TYPE_CHECKING:
     from carryover.training.config import TrainConfig
 
-app = typer.Typer(no_args_is_help=True, help="Train drafters through Ray Train.")
+app = typer.Typer(
+    no_args_is_help=True, help="Train drafters, and small targets, through Ray Train."
+)
 
 DataOption = Annotated[
     Path | None,
@@ -128,6 +130,47 @@ def control(
     )  # fmt: skip
 
 
+@app.command(
+    epilog=examples(
+        "platform train target -c jobs/configs/laboratory_target.yaml -d runs/data/responses",
+        "platform train target -d runs/data/responses --set shape.vocab_size=8192 --name larger",
+        "platform data regenerate --target runs/targets/laboratory/best",
+    )
+)
+def target(
+    config: ConfigOption = None,
+    data: DataOption = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Name of the run: a folder in runs/targets."),
+    ] = None,
+    set_: SetOption = None,
+    restart: RestartOption = False,
+    dry_run: DryRunOption = False,
+    tracking_uri: TrackingUriOption = None,
+) -> None:
+    """Train a small target from scratch, on text that another target wrote.
+
+    A laboratory: a Llama of some million parameters with its own tokenizer, on which all arms can
+    be trained to convergence in hours on two cores. The same command again continues a run that was
+    stopped or killed, and reuses a finished one.
+    """
+    from carryover.guardian import guard
+    from carryover.runtime import engine_environment
+
+    if not dry_run:
+        guard(environment=engine_environment())
+    from carryover.training.target_config import TargetTrainConfig
+
+    settings = TargetTrainConfig.load(config, overrides=_overrides(data, name, set_))
+    if dry_run:
+        show_config(settings)
+        return
+    from jobs.train_target import train_target
+
+    train_target(settings, restart=restart, tracking_uri=tracking_uri)
+
+
 def _run(
     kind: str,
     config: Path | None,
@@ -169,13 +212,19 @@ def _settings(
 ) -> TrainConfig:
     from carryover.training.config import TrainConfig
 
+    values = _overrides(data, name, overrides)
+    if skip_verify:
+        values.append("verify_first=false")
+    return TrainConfig.load(config, overrides=values)
+
+
+def _overrides(data: Path | None, name: str | None, overrides: list[str] | None) -> list[str]:
+    """Assignments of the options, after the user's own."""
     values = list(overrides or [])
     for key, value in (("data", data), ("name", name)):
         if value is not None:
             values.append(f"{key}={str(value)!r}")
-    if skip_verify:
-        values.append("verify_first=false")
-    return TrainConfig.load(config, overrides=values)
+    return values
 
 
 def register(root: typer.Typer) -> None:

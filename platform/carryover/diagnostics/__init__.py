@@ -1,0 +1,1 @@
+"""Why carrying helps, or does not: what carried rows tell a drafter."""

@@ -5,15 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from carryover.config import Config
 from carryover.drafters.carried import CarriedSettings
 from carryover.drafters.settings import DrafterSettings
 from carryover.training.losses import StepSettings
 from carryover.training.optimizer import OptimizerSettings
+
+
+def _is_folder_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError("a name has letters, digits, '.', '_' and '-', and no others")
+    return name
+
+
+RunName = Annotated[str, AfterValidator(_is_folder_name)]
+"""Name of a run, which is also that of its folder."""
 
 
 class BatchSettings(Config):
@@ -109,7 +119,9 @@ class ResourceSettings(Config):
 class TrainConfig(Config):
     """A training run of a drafter."""
 
-    name: str = Field("drafter", description="Name of the run, and of its folder in runs_folder.")
+    name: RunName = Field(
+        "drafter", description="Name of the run, and of its folder in runs_folder."
+    )
     target: str = Field("embedded", description="Hub name, local folder, or embedded.")
     data: str | None = Field(
         None,
@@ -151,13 +163,6 @@ class TrainConfig(Config):
         "runs/train", description="Folder of runs; with workers on several machines a shared one."
     )
     experiment: str = Field("train", description="MLflow experiment.")
-
-    @field_validator("name")
-    @classmethod
-    def _is_folder_name(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ValueError("a name has letters, digits, '.', '_' and '-', and no others")
-        return name
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

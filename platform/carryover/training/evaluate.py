@@ -14,14 +14,14 @@ The last rounds of a response that was cut are left out when the cut hides recor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from carryover.drafters.blocks import Carried
+from carryover.drafters.blocks import Blocks, Carried
 from carryover.drafters.drafting import draft
 from carryover.drafters.models import BlockDrafter
 from carryover.training.anchors import anchor_candidates, anchored_blocks
@@ -134,6 +134,40 @@ def evaluate_carrying(
         device: of the drafter.
     """
     counted = _Counter(drafter.proposal_length)
+    for taken in carrying_rounds(drafter, target_model, corpus, packs, source, device=device):
+        for accepted in taken.accepted_A.tolist():
+            counted.add(accepted)
+    return counted.acceptance()
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """One round of every response that is not at its end.
+
+    Attributes:
+        batch: the packed sequence of the responses.
+        anchors_A: packed rows of the anchors.
+        blocks: their blocks, with what the rounds before left.
+        accepted_A: how many proposals pass.
+    """
+
+    batch: Batch
+    anchors_A: torch.Tensor
+    blocks: Blocks
+    accepted_A: torch.Tensor
+
+
+@torch.no_grad()
+def carrying_rounds(
+    drafter: BlockDrafter,
+    target_model: PreTrainedModel,
+    corpus: Corpus,
+    packs: Sequence[np.ndarray],
+    source: StateSource,
+    *,
+    device: torch.device,
+) -> Iterator[Rounds]:
+    """The rounds that decoding with carried context takes; arguments as of `evaluate_carrying`."""
     for rows in packs:
         batch = make_batch(corpus, rows, source, device=device)
         firsts, lasts = _anchor_range(corpus, rows, drafter.proposal_length)
@@ -148,11 +182,9 @@ def evaluate_carrying(
             blocks = replace(anchored_blocks(batch, anchors_A), **select(carried, going))
             proposals_AB = draft(drafter, batch.context, blocks)
             accepted_A = recorded_acceptance(batch, anchors_A, proposals_AB)
-            for accepted in accepted_A.tolist():
-                counted.add(accepted)
+            yield Rounds(batch, anchors_A, blocks, accepted_A)
             carried = carried_after(drafter, target_model, batch, blocks, proposals_AB, accepted_A)
             anchors_A = anchors_A + accepted_A + 1
-    return counted.acceptance()
 
 
 def _anchor_range(
