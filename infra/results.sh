@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# Train and measure everything that the results page is made from, on one target.
+#
+#   infra/results.sh laboratory|embedded train             data, target, drafters: hours
+#   infra/results.sh laboratory|embedded measure PROMPTS   benches, alone on the machine
+#
+# PROMPTS is what `platform bench` takes: prompts that nothing was trained on. Run it again after an
+# interruption: every step goes on where it was, and what is finished is reused. Results lie in
+# runs/results/TARGET, from where jobs/configs/results.yaml names them.
+#
+# REGIMES, SEEDS   what to train; default: "dflash markov", "1 2 3"
+# NUM_PROMPTS      that the target writes for training; default: 3000
+# NUM_EVAL         prompts of PROMPTS to measure on; default: 96
+# PORT             of the endpoint while it is measured; default: 8765
+# EXTRA            options for every training, such as "--set max_steps=20"
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+usage() { sed -n "2,16s/^# \{0,1\}//p" infra/results.sh; exit "$1"; }
+case ${1:-} in laboratory | embedded) subject=$1 ;; -h | --help) usage 0 ;; *) usage 2 >&2 ;; esac
+case ${2:-} in train) ;; measure) prompts=${3:?"give the prompts to measure on"} ;; *) usage 2 >&2 ;; esac
+
+read -ra regimes <<<"${REGIMES:-dflash markov}"
+read -ra seeds <<<"${SEEDS:-1 2 3}"
+read -ra extra <<<"${EXTRA:-}"
+num_prompts=${NUM_PROMPTS:-3000} num_eval=${NUM_EVAL:-96}
+platform=${CARRYOVER_VENV:-.venv}/bin/platform
+config=jobs/configs/$subject.yaml results=runs/results/$subject
+[ "$subject" = embedded ] && target=embedded || target=runs/targets/laboratory/best
+
+step() { printf '\n==> %s\n' "$*"; "$@"; }
+
+data() {
+  step "$platform" data synthesize -n "$num_prompts"
+  step "$platform" data regenerate
+  responses=runs/data/responses
+  if [ "$subject" = laboratory ]; then
+    step "$platform" train target -c jobs/configs/laboratory_target.yaml -d "$responses" \
+      ${extra[@]+"${extra[@]}"}
+    responses=runs/laboratory/responses
+    step "$platform" data regenerate --target "$target" --prompts runs/data/prompts \
+      --out "$responses"
+  fi
+}
+
+drafters() {
+  local regime seed kind name
+  for regime in "${regimes[@]}"; do
+    name=$subject-$regime
+    step "$platform" train baseline -c "$config" -d "$responses" --name "$name" \
+      --set "regime=$regime" ${extra[@]+"${extra[@]}"}
+    for seed in "${seeds[@]}"; do
+      for kind in carryover control; do
+        step "$platform" train "$kind" -c "$config" -d "$responses" --name "$name-$kind-$seed" \
+          --from "runs/train/$name/best" --set "seed=$seed" --skip-verify \
+          ${extra[@]+"${extra[@]}"}
+      done
+    done
+  done
+}
+
+# A bench begins, goes on where it was, or is left as it is.
+bench() {
+  local out=$1 mode=$2
+  shift 2
+  if [ -e "$out/finished" ]; then
+    echo "==> $out is finished"
+    return
+  elif [ -e "$out/bench.yaml" ]; then
+    step "$platform" bench "$mode" --resume "$out"
+  else
+    step "$platform" bench "$mode" --out "$out" -p "$prompts" -n "$num_eval" "$@"
+  fi
+  touch "$out/finished"
+}
+
+offline() {
+  local regime=$1 name=$subject-$1 seed kind
+  local arms=(--arm autoregressive --arm "$regime=runs/train/$name/best")
+  for seed in "${seeds[@]}"; do
+    for kind in control carryover; do
+      arms+=(--arm "$regime-$kind-$seed=runs/train/$name-$kind-$seed/last")
+    done
+  done
+  bench "$results/offline-$regime" offline --target "$target" "${arms[@]}" \
+    --temperature 0 --temperature 1 --max-tokens 128
+}
+
+online() {
+  local regime=$1 name=$subject-$1 seed=${seeds[0]} port=${PORT:-8765} url server
+  url=http://127.0.0.1:$port
+  local arms="[{name: autoregressive}, {name: $regime, drafter: runs/train/$name/best}"
+  arms+=", {name: $regime-control-$seed, drafter: runs/train/$name-control-$seed/last}"
+  arms+=", {name: $regime-carryover-$seed, drafter: runs/train/$name-carryover-$seed/last}]"
+  [ ! -e "$results/online-$regime/finished" ] || return 0
+  # not through step, so that its id is the server's; a job in the background ignores SIGINT
+  "$platform" serve -c serve_apps/configs/embedded.yaml --set "name=$name" \
+    --set "target=$target" --set "arms=$arms" --set "http.port=$port" \
+    --set engine.max_num_seqs=32 >"$results/serve-$regime.log" 2>&1 &
+  server=$!
+  # shellcheck disable=SC2064 # the id of this server
+  trap "kill $server 2>/dev/null; wait $server 2>/dev/null" EXIT
+  until curl -fs "$url/v1/models" >/dev/null 2>&1; do
+    kill -0 "$server" 2>/dev/null || { tail -n 20 "$results/serve-$regime.log" >&2; exit 1; }
+    sleep 2
+  done
+  bench "$results/online-$regime" online --url "$url" --temperature 0 --max-tokens 128 \
+    --concurrency 1 --concurrency 2 --concurrency 4 --concurrency 8 --concurrency 16 \
+    --concurrency 32
+  kill "$server"
+  wait "$server" || true
+  trap - EXIT
+}
+
+if [ "$2" = train ]; then
+  data
+  drafters
+else
+  mkdir -p "$results"
+  for regime in "${regimes[@]}"; do
+    offline "$regime"
+    online "$regime"
+  done
+  echo "next:  name $results in jobs/configs/results.yaml, and: platform results"
+fi
