@@ -19,7 +19,7 @@ demo: setup ## the whole pipeline on the embedded target, in minutes
 
 test: setup ## all tests; PYTEST_ARGS="-k name" for some, TEST_STREAMS=0 for one after the other
 	@$(VENV)/bin/python -m carryover.guardian $(VENV)/bin/python -m pytest \
-		-n $(TEST_STREAMS) --dist loadfile $(PYTEST_ARGS)
+		-n $(TEST_STREAMS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 bench: setup ## what our own parts cost, in one table of ratios; BENCH_ARGS="--only plugin" for some
 	@$(VENV)/bin/python -P -m carryover.bench.parts $(BENCH_ARGS)

@@ -128,7 +128,8 @@ else
   esac
 fi
 
-# without bytecode for the many modules that nothing imports: half the time, and 6 s at first use
+# without bytecode for the many modules that nothing imports: half the time, and 6 s at first use;
+# where Python may not write bytecode when it imports, it is made below
 if [ "$editable" = 1 ]; then
   package=(--editable ".[$flavour,dev]")
 else
@@ -136,6 +137,14 @@ else
 fi
 step "installing the platform and its dependencies (4.5 GB)" pip install --no-compile "${package[@]}" \
   || explain "cannot install the dependencies"
+
+# Under PYTHONDONTWRITEBYTECODE, which many images set, and for a user who may not write here, every
+# process would compile what it imports: vLLM and Ray Serve then take 39 s to import instead of 18.
+if [ "$editable" = 0 ] || "$python" -c 'import sys; sys.exit(not sys.dont_write_bytecode)'; then
+  packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  # a few files are templates or of another Python, so the exit status means nothing
+  step "compiling what is imported" "$python" -m compileall -q -j 0 -x '/tests?/' "$packages" || true
+fi
 
 # Nothing here is multimodal. The torchvision family comes along as a dependency of vLLM, and where
 # its build does not match torch's it breaks the import of every transformers model.

@@ -18,12 +18,12 @@ from carryover.tracking import Tracker
 from sweeps.answer import gains_by_title, points_of
 from sweeps.conductor import Listener, Task
 from sweeps.halving import rate_under_limit, why_stop
-from sweeps.ledger import Ledger, TrialEnd
-from sweeps.listeners import Listeners
+from sweeps.ledger import Ledger
 from sweeps.loading import CONFIG_FILE, open_ledger
 from sweeps.measuring import measure_function
 from sweeps.records import Records, record_answer, record_gains, recorded
-from sweeps.search import Listed, OptunaSearch, Search, Wait, sample, score_of
+from sweeps.running import SearchedPlan, run_missing
+from sweeps.search import Listed, OptunaSearch, Score, Search, sample, score_of
 from sweeps.settings import (
     Load,
     Measurement,
@@ -31,7 +31,7 @@ from sweeps.settings import (
     SweepConfig,
     settings_of,
 )
-from sweeps.tuning import RunFigures, connected, run_tasks, smallest_node_cpus
+from sweeps.tuning import RunFigures, smallest_node_cpus
 
 CPUS_BESIDE_GPU = 4.0
 
@@ -64,7 +64,6 @@ def run(
     ledger = open_ledger(config)
     write_whole(config.out / CONFIG_FILE, config.to_yaml())
     plan = DecodingPlan(config, ledger, retry_failed=retry_failed)
-    figures = None
     with recorded(tracker, config.out, config.model_dump(mode="json")) as parent:
         records = None
         if parent is not None:
@@ -72,24 +71,20 @@ def run(
                 parent, title=title_of, load_params=("temperature", "concurrency"),
                 logs=config.out / "logs",
             )  # fmt: skip
-        try:
-            if records is not None:
-                records.add_missing(ledger, plan.tasks, tracker)
-            if plan.unfinished():
-                with connected(config.resources.address):
-                    figures = run_tasks(
-                        plan,
-                        work=partial(work, config.model_dump(mode="json")),
-                        ledger=ledger,
-                        listener=Listeners([*([records] if records else []), *listeners]),
-                        bundle=bundle(config),
-                        max_restarts=config.resources.max_restarts,
-                        max_concurrent=config.resources.max_concurrent,
-                        budget_s=budget_s,
-                    )
-        finally:
-            if records is not None:
-                records.close()
+        figures = run_missing(
+            plan,
+            work=partial(work, config.model_dump(mode="json")),
+            ledger=ledger,
+            resources=config.resources,
+            placement=lambda: {
+                "bundle": bundle(config),
+                "max_concurrent": config.resources.max_concurrent,
+            },
+            records=records,
+            tracker=tracker,
+            listeners=listeners,
+            budget_s=budget_s,
+        )
         if parent is not None:
             found = points_of(config, ledger.figures)
             record_gains(tracker, parent, gains_by_title(config, found))
@@ -130,13 +125,14 @@ def title_of(row: Mapping[str, Any]) -> str:
     return Measurement.parse(row).title
 
 
-class DecodingPlan:
-    """A `conductor.Plan`: settings from the search, stopped early where that is asked for."""
+class DecodingPlan(SearchedPlan):
+    """Settings from the search, stopped early where that is asked for."""
 
     cuts = False
 
     def __init__(self, config: SweepConfig, ledger: Ledger, *, retry_failed: bool = False) -> None:
         self.config, self.ledger, self._retry = config, ledger, retry_failed
+        self.search_settings = config.search
         self.loads = [(load.temperature, load.concurrency) for load in config.loads()]
         every = settings_of(config)
         self._plain = [setting for setting in every if setting.drafter is None]
@@ -148,11 +144,11 @@ class DecodingPlan:
         self._counted: dict[str, dict[tuple, float]] = {}
         for name in self.tasks:
             self._count(name)
-        self.search: Search = Listed(every, over=self._is_over)
+        self.search: Search = Listed(every, over=self.is_over)
         if config.search.kind == "optuna":
             self.search = OptunaSearch(
                 {self._choice(setting): setting for setting in drafting},
-                config.search, config.out / "optuna.db", over=self._is_over, score=self._score,
+                config.search, config.out / "optuna.db", over=self.is_over, score=self.score,
                 both=config.objective.pareto, references=self._references,
             )  # fmt: skip
 
@@ -174,17 +170,6 @@ class DecodingPlan:
             params["num_speculative_tokens"] = setting.num_speculative_tokens
         return tuple(sorted(params.items()))
 
-    def unfinished(self) -> bool:
-        """Whether there may be anything to measure."""
-        return self.config.search.kind == "optuna" or any(
-            not self._is_over(setting) for setting in self.settings.values()
-        )
-
-    def next(self) -> Task | Wait | None:
-        """See `conductor.Plan`."""
-        found = self.search.next()
-        return self.tasks[found.name] if isinstance(found, Setting) else found
-
     def why_stop(self, task: Task) -> str | None:
         """See `conductor.Plan`."""
         self._count(task.name)
@@ -194,14 +179,11 @@ class DecodingPlan:
         spared = [setting.name for setting in self._plain]
         return why_stop(task.name, self._counted, self.loads, rule, spared=spared)
 
-    def ended(self, task: Task, end: TrialEnd) -> None:
-        """See `conductor.Plan`."""
-        self.search.tell(task.name, self._score(task.name) if end.outcome == "done" else None)
-
     def _task(self, setting: Setting) -> Task:
         return Task(setting.name, asdict(setting), setting.params, tuple(self.loads))
 
-    def _is_over(self, setting: Setting) -> bool:
+    def is_over(self, setting: Setting) -> bool:
+        """See `SearchedPlan`."""
         if self.ledger.is_over(setting.name, retry_failed=self._retry):
             return True
         return all(self.ledger.has(setting.name, load) for load in self.loads)
@@ -215,7 +197,8 @@ class DecodingPlan:
             if load in self.tasks[name].parts
         }
 
-    def _score(self, name: str) -> tuple[float, float] | None:
+    def score(self, name: str) -> Score | None:
+        """See `SearchedPlan`."""
         tpots = self.ledger.figures.get(name, {})
         pairs = {load: (rate, tpots[load][3]) for load, rate in self._counted[name].items()}
         return score_of(pairs, len(self.loads))

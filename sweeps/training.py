@@ -22,10 +22,10 @@ from carryover.tracking import Run, Tracker
 from sweeps.conductor import Listener, Task, report
 from sweeps.halving import why_stop_at
 from sweeps.ledger import Ledger, TrialEnd
-from sweeps.listeners import Listeners
 from sweeps.loading import CONFIG_FILE
 from sweeps.records import Records, record_answer, recorded
-from sweeps.search import Listed, OptunaSearch, Score, Search, Wait, sample
+from sweeps.running import SearchedPlan, run_missing
+from sweeps.search import Listed, OptunaSearch, Score, Search, sample
 from sweeps.training_settings import (
     ACCEPTANCE,
     FINAL,
@@ -34,7 +34,7 @@ from sweeps.training_settings import (
     train_with,
     trainings_of,
 )
-from sweeps.tuning import RunFigures, connected, run_tasks, slots
+from sweeps.tuning import RunFigures, slots
 
 # the trial only waits: its workers reserve cores and GPUs, of which any share that it took would
 # be missing
@@ -83,28 +83,22 @@ def run(
     ledger = open_ledger(config)
     write_whole(config.out / CONFIG_FILE, config.to_yaml())
     plan = TrainingPlan(config, ledger, retry_failed=retry_failed)
-    figures = None
     with recorded(tracker, config.out, config.model_dump(mode="json")) as parent:
-        records = None if parent is None else TrainingRecords(parent, config.out, ledger)
-        try:
-            if records is not None:
-                records.add_missing(ledger, plan.tasks, tracker)
-            if plan.unfinished():
-                with connected(config.resources.address):
-                    figures = run_tasks(
-                        plan,
-                        work=partial(work, config.model_dump(mode="json")),
-                        ledger=ledger,
-                        listener=Listeners([*([records] if records else []), *listeners]),
-                        bundle=DRIVER,
-                        max_restarts=config.resources.max_restarts,
-                        max_concurrent=trainings_at_once(config),
-                        reuse=False,
-                        budget_s=budget_s,
-                    )
-        finally:
-            if records is not None:
-                records.close()
+        figures = run_missing(
+            plan,
+            work=partial(work, config.model_dump(mode="json")),
+            ledger=ledger,
+            resources=config.resources,
+            placement=lambda: {
+                "bundle": DRIVER,
+                "max_concurrent": trainings_at_once(config),
+                "reuse": False,
+            },
+            records=None if parent is None else TrainingRecords(parent, config.out, ledger),
+            tracker=tracker,
+            listeners=listeners,
+            budget_s=budget_s,
+        )
         if not ledger.figures and not (figures and figures.out_of_time):
             raise ServingError(f"no training of the sweep was measured; see {ledger.trials_file}")
         record_answer(parent, ledger, answer)
@@ -196,8 +190,8 @@ class Relay:
             report("measured", row=_row(self._setting, str(step), step, figures))
 
 
-class TrainingPlan:
-    """A `conductor.Plan`: trainings from the search, stopped early where that is asked for."""
+class TrainingPlan(SearchedPlan):
+    """Trainings from the search, stopped early where that is asked for."""
 
     cuts = True
 
@@ -205,6 +199,7 @@ class TrainingPlan:
         self, config: TrainingSweepConfig, ledger: Ledger, *, retry_failed: bool = False
     ) -> None:
         self.config, self.ledger, self._retry = config, ledger, retry_failed
+        self.search_settings = config.search
         every = trainings_of(config)
         if config.search.kind == "random":
             every = sample(every, config.search)
@@ -215,11 +210,11 @@ class TrainingPlan:
             for training in every
         }
         self.settings = {training.name: training for training in every}
-        self.search: Search = Listed(every, over=self._is_over)
+        self.search: Search = Listed(every, over=self.is_over)
         if config.search.kind == "optuna":
             self.search = OptunaSearch(
                 {training.values: training for training in every},
-                config.search, config.out / "optuna.db", over=self._is_over, score=self._score,
+                config.search, config.out / "optuna.db", over=self.is_over, score=self.score,
             )  # fmt: skip
 
     @property
@@ -227,17 +222,6 @@ class TrainingPlan:
         """How many trainings there will be."""
         wanted = self.config.search.num_settings
         return len(self.settings) if wanted is None else min(wanted, len(self.settings))
-
-    def unfinished(self) -> bool:
-        """Whether there may be anything to train."""
-        return self.config.search.kind == "optuna" or any(
-            not self._is_over(training) for training in self.settings.values()
-        )
-
-    def next(self) -> Task | Wait | None:
-        """See `conductor.Plan`."""
-        found = self.search.next()
-        return self.tasks[found.name] if isinstance(found, Training) else found
 
     def why_stop(self, task: Task) -> str | None:
         """See `conductor.Plan`."""
@@ -250,15 +234,13 @@ class TrainingPlan:
         }
         return why_stop_at(task.name, curves, rule.after_steps, rule.reduction_factor)
 
-    def ended(self, task: Task, end: TrialEnd) -> None:
-        """See `conductor.Plan`."""
-        self.search.tell(task.name, self._score(task.name) if end.outcome == "done" else None)
-
-    def _is_over(self, training: Training) -> bool:
+    def is_over(self, training: Training) -> bool:
+        """See `SearchedPlan`."""
         over = self.ledger.is_over(training.name, retry_failed=self._retry)
         return over or self.ledger.has(training.name, (FINAL,))
 
-    def _score(self, name: str) -> Score | None:
+    def score(self, name: str) -> Score | None:
+        """See `SearchedPlan`."""
         return self.ledger.figures.get(name, {}).get((FINAL,))
 
 

@@ -122,5 +122,7 @@ def test_make_test_runs_the_suite_guarded(repository):
     assert "infra/setup.sh cpu" in done.stdout
     assert "-m carryover.guardian" in done.stdout
     command = " ".join(done.stdout.replace("\\\n", " ").split())
-    assert command.endswith("-m pytest -n 2 --dist loadfile --require-real")
+    assert command.endswith(
+        "-m pytest -n 2 --dist loadfile --no-loadscope-reorder --require-real"
+    )
     assert os.access(Path(repository, ".ci", "run"), os.X_OK)

@@ -23,6 +23,7 @@ case "$*" in
       *".[gpu"* | *".[cpu"*) exit "${{FAKE_INSTALL:-0}}" ;;
     esac ;;
   *transformers*) exit "${{FAKE_IMPORT:-0}}" ;;
+  *compileall*) echo compileall >> "$FAKE/commands"; exit "${{FAKE_COMPILE:-0}}" ;;
   *"import sys, torch"*) exit "${{FAKE_CUDA:-0}}" ;;
   *) exec {python} "$@" ;;
 esac
@@ -180,3 +181,18 @@ def test_two_set_ups_at_once_install_once(setup):
     assert [process.returncode for process in both] == [0, 0]
     assert len([line for line in setup.commands() if "torch==" in line]) == 1
     assert sum("up to date" in output for output in outputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "compiles"),
+    [
+        ({}, False),
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, True),
+        ({"PYTHONDONTWRITEBYTECODE": "1", "FAKE_COMPILE": "1"}, True),  # files of another Python
+        ({"CARRYOVER_EDITABLE": "0"}, True),  # an image, whose user may not write to it
+    ],
+)
+def test_bytecode_is_made_where_no_process_will_write_it(setup, environment, compiles):
+    done = setup.run(**environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("compileall" in done.commands) == compiles

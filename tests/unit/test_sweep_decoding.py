@@ -6,7 +6,7 @@ import pytest
 
 from carryover.errors import ConfigError
 from carryover.tracking import Tracker
-from sweeps import decoding
+from sweeps import decoding, running
 from sweeps.conductor import Task
 from sweeps.decoding import DecodingPlan, bundle, run, work
 from sweeps.ledger import TrialEnd
@@ -141,7 +141,7 @@ def test_a_finished_sweep_starts_nothing(tmp_path, monkeypatch):
     ledger = open_ledger(config)
     for name in ("plain", "dflash-1"):
         add(ledger, config, name, 1, 1, 1)
-    monkeypatch.setattr(decoding, "connected", None)
+    monkeypatch.setattr(running, "connected", None)
     assert run(config) is None
 
 
