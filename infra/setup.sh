@@ -101,6 +101,12 @@ if [ "$flavour" = cpu ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null \
     || say "tcmalloc is not to be had here; going on without"
 fi
 
+# A few files are templates or of another Python, so the exit status means nothing.
+compile() {
+  local packages
+  packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$python" -m compileall -q -j 0 -x '/tests?/' "$packages" || true
+}
 installed() { "$python" -c "from importlib.metadata import version; print(version('$1'))" 2>/dev/null || true; }
 torch=$("$python" -c '
 import re, tomllib
@@ -141,9 +147,7 @@ step "installing the platform and its dependencies (4.5 GB)" pip install --no-co
 # Under PYTHONDONTWRITEBYTECODE, which many images set, and for a user who may not write here, every
 # process would compile what it imports: vLLM and Ray Serve then take 39 s to import instead of 18.
 if [ "$editable" = 0 ] || "$python" -c 'import sys; sys.exit(not sys.dont_write_bytecode)'; then
-  packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  # a few files are templates or of another Python, so the exit status means nothing
-  step "compiling what is imported" "$python" -m compileall -q -j 0 -x '/tests?/' "$packages" || true
+  step "compiling what is imported" compile
 fi
 
 # Nothing here is multimodal. The torchvision family comes along as a dependency of vLLM, and where

@@ -17,7 +17,7 @@ from carryover.bench.online import OnlineConfig, run
 from carryover.errors import ServingError
 from carryover.serving.config import Arm
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 
 PROPOSAL_LENGTH = 3
 # one engine under two names: whatever is found between these arms is noise or a fault of the bench
@@ -119,7 +119,7 @@ def command(kind, *flags, folder):
     )  # fmt: skip
 
 
-def wait_for_units(folder, count, *, timeout_s=240):
+def wait_for_units(folder, count, *, timeout_s=480):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         files = list(folder.glob("out/*/units.jsonl"))
@@ -141,12 +141,12 @@ def test_a_killed_command_is_resumed_and_ctrl_c_leaves_a_partial_result(url, mod
     assert finished < 2 * COUNT and not (folder / "report.html").exists()
 
     resumed = command("online", "--resume", str(folder), folder=tmp_path)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 480
     while (folder / "units.jsonl").read_text().count("\n") < finished + 3:
         assert time.monotonic() < deadline and resumed.poll() is None, resumed.communicate()
         time.sleep(0.02)
     resumed.send_signal(signal.SIGINT)
-    out, log = resumed.communicate(timeout=240)
+    out, log = resumed.communicate(timeout=720)
     assert resumed.returncode == 130, log
     assert (
         "PARTIAL" in out and "interrupted" in log and f"--resume {folder}" in log.replace("\n", "")
@@ -154,7 +154,7 @@ def test_a_killed_command_is_resumed_and_ctrl_c_leaves_a_partial_result(url, mod
     assert (folder / "report.html").exists()
 
     last = command("online", "--resume", str(folder), folder=tmp_path)
-    out, log = last.communicate(timeout=240)
+    out, log = last.communicate(timeout=720)
     assert last.returncode == 0, log
     assert "PARTIAL" not in out and "acceptance length" in out
     assert pq.read_metadata(folder / "requests.parquet").num_rows == 2 * COUNT
@@ -238,7 +238,7 @@ def test_an_engine_that_dies_is_a_clear_error_and_one_at_a_time_goes_on(engines,
 
 def test_a_server_that_does_not_start_says_why(models, tmp_path):
     with (
-        pytest.raises(ServingError, match=r"did not start: \S*Error: .*128"),
+        pytest.raises(ServingError, match=r"did not start: \w*Error: (?!Engine core)"),
         crosscheck.stock_server(
             str(models / "target"), names=["m"], log=tmp_path / "server.log",
             flags=["--max-model-len", "256", "--kv-cache-memory-bytes", "128"],

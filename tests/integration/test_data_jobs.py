@@ -252,7 +252,7 @@ def run_command(repository, *arguments):
     )  # fmt: skip
 
 
-def wait_for_rows(folder, count, process, *, timeout_s=240):
+def wait_for_rows(folder, count, process, *, timeout_s=480):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert process.poll() is None, process.stdout.read()
@@ -273,7 +273,6 @@ def is_gone(pid):
         return True
 
 
-@pytest.mark.timeout(600)
 def test_killed_and_interrupted_runs_lose_and_repeat_nothing(talker, tmp_path, repository):
     """kill -9 in the middle, Ctrl-C in the middle, then to the end; each by the command."""
     # slow engines where a run is stopped halfway, a fast one for the rest
@@ -302,7 +301,7 @@ def test_killed_and_interrupted_runs_lose_and_repeat_nothing(talker, tmp_path, r
     process = run_command(repository, *arguments, *slow)
     kept = wait_for_rows(out, first.num_rows + 30, process)
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=180)[0]
     assert process.returncode == 130, output
     assert "the same command goes on from there" in output
     assert "Traceback" not in output
@@ -311,7 +310,7 @@ def test_killed_and_interrupted_runs_lose_and_repeat_nothing(talker, tmp_path, r
     assert second.slice(0, first.num_rows).equals(first.cast(second.schema))
 
     process = run_command(repository, *arguments, *fast)
-    output = process.communicate(timeout=400)[0]
+    output = process.communicate(timeout=1200)[0]
     assert process.returncode == 0, output
     assert f"{count:,} responses" in output and f"{second.num_rows:,} there before" in output
     last = read_responses(out)
@@ -320,7 +319,7 @@ def test_killed_and_interrupted_runs_lose_and_repeat_nothing(talker, tmp_path, r
 
     # with everything there, no engine is started
     process = run_command(repository, *arguments)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=180)[0]
     assert process.returncode == 0 and "starting" not in output, output
 
 

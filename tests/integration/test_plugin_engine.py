@@ -18,7 +18,7 @@ import pytest
 from carryover.targets import Target
 
 # A broken engine would keep its requests, and later tests would wait for them.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vllm
 BLOCK = 32
 MAX_MODEL_LEN = 256
 SETTINGS = {

@@ -233,7 +233,7 @@ def test_invalid_and_partial_runs_are_marked(results, store, tmp_path):
     [
         ({"offline": ["absent"]}, "no run 'absent' in the experiment 'bench'"),
         ({"offline": ["f" * 32]}, "it has: 'online T=1 c=1' ("),
-        ({"training": ["smal"]}, "no run 'smal' in the experiment 'train' of"),
+        ({"training": ["smal"]}, "no run 'smal' in the experiment 'train' or 'targets' of"),
         ({"training": ["smal"]}, "'small-carryover' ("),
         ({"training": ["twice"]}, "2 runs in"),
         ({"tried": [{"what": "x", "gave": "y", "run": "gone"}]}, "'train' or 'bench'"),

@@ -23,12 +23,12 @@ from carryover.serving.assignment import assign
 from carryover.serving.config import ServeConfig
 from carryover.tracking import Tracker
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.vllm]
 
 ARMS = ("autoregressive", "dflash")
 ONE_ARM = "arms=[{name: autoregressive}]"
 PROPOSAL_LENGTH = 3
-START_TIMEOUT_S = 400
+START_TIMEOUT_S = 1200
 QUESTIONS = [
     ("chat", "What is the capital of France?"),
     ("chat", "Tell me about the quick brown fox and the lazy dog."),
@@ -89,7 +89,7 @@ class Serving:
         line = self.process.stdout.readline()
         match = re.search(r"ready (http://\S+)/v1", line)
         if match is None:
-            raise AssertionError(f"not ready: {line}{self.process.communicate(timeout=60)[1]}")
+            raise AssertionError(f"not ready: {line}{self.process.communicate(timeout=180)[1]}")
         self.url = match.group(1)
         self.process.stdout.readline()
         self.metrics_url = self.process.stdout.readline().removeprefix("metrics ").strip()
@@ -115,7 +115,7 @@ class Serving:
         assert found, name
         return sum(float(line.rpartition(" ")[2]) for line in found)
 
-    def wait_until(self, what, timeout_s=90):
+    def wait_until(self, what, timeout_s=180):
         deadline = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < deadline, "it did not come about"
@@ -127,7 +127,7 @@ class Serving:
     def end(self):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.communicate(timeout=90)
+        return self.process.communicate(timeout=270)
 
 
 def _title(process):
@@ -287,7 +287,7 @@ def test_the_split_measures_what_the_engines_did(serving, client):
     def row():
         return next(row for row in serving.admin("show")["arms"] if row["arm"] == "dflash")
 
-    serving.wait_until(lambda: row()["requests"] == 16, timeout_s=10)
+    serving.wait_until(lambda: row()["requests"] == 16, timeout_s=60)
     seen = row()
     assert seen["output_tokens"] == told["tokens"] and seen["failures"] == 0
     assert seen["ttft_p50_s"] > 0 and seen["tpot_p50_s"] > 0
@@ -342,10 +342,10 @@ def test_clients_that_go_away_leave_nothing_in_the_engines(serving, client):
 
     asyncio.run(leave())
     for gauge in ("num_requests_running", "num_requests_waiting"):
-        serving.wait_until(lambda gauge=gauge: serving.gauge(gauge) == 0, timeout_s=60)
+        serving.wait_until(lambda gauge=gauge: serving.gauge(gauge) == 0, timeout_s=120)
     # idle engines do not update it; a short request to each makes them
     assert all(ask(client, arm, max_tokens=2).choices for arm in ARMS)
-    serving.wait_until(lambda: serving.gauge("kv_cache_usage_perc") < 0.2, timeout_s=20)
+    serving.wait_until(lambda: serving.gauge("kv_cache_usage_perc") < 0.2, timeout_s=60)
 
 
 def test_bench_measures_both_arms_and_records_them(serving, prompts, tmp_path):
@@ -408,7 +408,7 @@ def test_bench_command_prints_the_table(serving, prompts, tmp_path):
         [sys.executable, "-m", "carryover", "bench", "online", "--url", serving.url,
          "--prompts", str(prompts), "-n", "2", "--max-tokens", "8", "--out", str(tmp_path),
          "--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db"],
-        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        capture_output=True, text=True, timeout=360, cwd=tmp_path,
         env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -459,12 +459,12 @@ def test_a_killed_engine_costs_no_client_an_error_and_comes_back(serving, client
         replica.kill()
         answers = [request.result() for request in load]
     assert ("autoregressive", "fallback:down") in answers
-    serving.wait_until(lambda: any(arm_of(0)[0] == "dflash" for _ in range(8)), timeout_s=150)
+    serving.wait_until(lambda: any(arm_of(0)[0] == "dflash" for _ in range(8)), timeout_s=300)
 
     def log():
         return [entry["action"] for entry in serving.admin("log")["entries"]]
 
-    serving.wait_until(lambda: "arm up" in log(), timeout_s=10)
+    serving.wait_until(lambda: "arm up" in log(), timeout_s=60)
     assert log().index("arm down") < log().index("arm up")
 
 
@@ -473,7 +473,7 @@ def test_sigterm_stops_everything_in_order(serving):
     titles = [" ".join(_title(process)) for process in tree]
     assert sum("VLLM::" in title for title in titles) >= 2 and any("raylet" in t for t in titles)
     serving.process.send_signal(signal.SIGTERM)
-    _, log = serving.process.communicate(timeout=90)
+    _, log = serving.process.communicate(timeout=270)
     assert serving.process.returncode == 0, log
     assert "nothing is left running" in log
     _, alive = psutil.wait_procs(tree, timeout=10)

@@ -97,7 +97,7 @@ def test_a_ray_head_that_only_token_holders_join(start, repository, tmp_path_fac
         "print(ray.get(ray.remote(lambda: os.environ['RAY_USAGE_STATS_ENABLED']).remote()))"
     )
     joined = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=360,
         env={**os.environ, **variables},
     )  # fmt: skip
     assert joined.stdout.splitlines()[-1:] == ["0"], joined.stderr

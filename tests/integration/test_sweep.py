@@ -23,7 +23,7 @@ LOADS = [(0.0, 1), (0.0, 2), (1.0, 1), (1.0, 2)]
 def platform(*arguments, cwd):
     done = subprocess.run(
         [sys.executable, "-m", "carryover", *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=800, env={**os.environ, "COLUMNS": "150"},
+        cwd=cwd, capture_output=True, text=True, timeout=2400, env={**os.environ, "COLUMNS": "150"},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 

@@ -52,7 +52,7 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def wait_for(condition, what, process=None, timeout_s=240):
+def wait_for(condition, what, process=None, timeout_s=480):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if found := condition():
@@ -79,14 +79,14 @@ def test_a_killed_trial_and_a_killed_driver_lose_and_repeat_nothing(tmp_path):
     wait_for(lambda: len(lines(measured)) >= 3, "third measurement", first)
     processes = below(first)
     first.kill()
-    first.communicate(timeout=60)
+    first.communicate(timeout=180)
     assert not psutil.wait_procs(processes, timeout=60)[1]
     kept = lines(measured)
     assert 3 <= len(kept) < (len(LENGTHS) + 1) * len(LOADS), "killed in between"
     assert lines(ends)[0]["outcome"] == "died"
 
     second = start(tmp_path, "--resume", "faults")
-    said = second.communicate(timeout=300)[0]
+    said = second.communicate(timeout=900)[0]
     assert second.returncode == 0, said
     found = lines(measured)
     assert found[: len(kept)] == kept
@@ -131,7 +131,7 @@ def test_an_engine_goes_with_the_trial_that_started_it_however_that_ends(tmp_pat
         found = below(trial)
         return found if any(_runs_host(p) for p in found) else []
 
-    processes = wait_for(started, "engine's process", timeout_s=60)
+    processes = wait_for(started, "engine's process", timeout_s=120)
     trial.kill()
     trial.wait()
     assert not psutil.wait_procs(processes, timeout=60)[1]

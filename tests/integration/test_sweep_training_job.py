@@ -46,7 +46,7 @@ def test_a_training_sweep_trains_records_and_says_what_is_best(folder):
     out = folder / "runs/sweeps/training"
     done = subprocess.run(
         [sys.executable, "-m", "carryover", "sweep", "--config", "sweep.yaml"],
-        cwd=folder, capture_output=True, text=True, timeout=400,
+        cwd=folder, capture_output=True, text=True, timeout=1200,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "150"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

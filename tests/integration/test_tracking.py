@@ -206,7 +206,7 @@ with Tracker().run(experiment="tests", name="killed") as run:
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
 def test_a_killed_process_leaves_no_run_open(store, name):
-    done = subprocess.run([sys.executable, "-c", KILLED_RUN, name], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", KILLED_RUN, name], capture_output=True, timeout=180)
     assert done.returncode != 0
     recorded = only_run(Tracker())
     assert recorded.info.status == "KILLED"
@@ -217,7 +217,7 @@ def test_a_live_run_of_another_process_is_left_open(store):
     tracker = Tracker()
     with tracker.run(experiment="tests", name="alive"):
         listing = "from carryover.tracking import Tracker; Tracker().open()"
-        subprocess.run([sys.executable, "-c", listing], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", listing], check=True, timeout=180)
         assert only_run(tracker).info.status == "RUNNING"
 
 
@@ -233,7 +233,7 @@ def test_processes_that_start_together_share_one_new_store(tmp_path):
         for _ in range(3)
     ]
     for process in started:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=360)
         assert process.returncode == 0, errors
     client = Tracker(folder=tmp_path).client()
     found = client.get_experiment_by_name("shared")
@@ -290,7 +290,7 @@ class Server:
                 command, cwd=self.folder, env=environment, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:

@@ -15,7 +15,7 @@ from carryover.serving.admin import AdminClient
 from carryover.serving.experiment_record import EXPERIMENT
 from carryover.tracking import Tracker
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ray
 
 ARMS = ("baseline", "carryover")
 REPLICAS = 2
@@ -31,7 +31,7 @@ class Application:
     def ask(self, action, **arguments):
         return self.client.ask(action, arguments)
 
-    def wait_for(self, what, timeout_s=60):
+    def wait_for(self, what, timeout_s=120):
         """The first overview for which `what` is true."""
         deadline = time.monotonic() + timeout_s
         while True:

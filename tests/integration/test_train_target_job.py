@@ -31,7 +31,7 @@ SETTINGS = {
 
 def platform(folder, *arguments):
     return subprocess.run(
-        [sys.executable, "-m", "carryover", *arguments], cwd=folder, text=True, timeout=300,
+        [sys.executable, "-m", "carryover", *arguments], cwd=folder, text=True, timeout=900,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip
 

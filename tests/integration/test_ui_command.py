@@ -35,7 +35,7 @@ def test_the_runs_are_served_until_ctrl_c_and_nothing_is_left(tmp_path):
         query = {"run_uuid": run.id, "path": "note.txt"}
         assert httpx.get(f"{url}/get-artifact", params=query, timeout=30).text == "a note"
         command.send_signal(signal.SIGINT)
-        output, _ = command.communicate(timeout=60)
+        output, _ = command.communicate(timeout=180)
         assert (command.returncode, output) == (0, "stopped\n")
     finally:
         command.kill()
@@ -60,18 +60,18 @@ def test_mistakes_are_explained_without_a_traceback(tmp_path):
             ("ui", "--tracking-uri", "./mlruns"): "no longer writes to folders of files",
         }
         for arguments, said in cases.items():
-            _, errors = (command := platform(*arguments, cwd=tmp_path)).communicate(timeout=60)
+            _, errors = (command := platform(*arguments, cwd=tmp_path)).communicate(timeout=180)
             assert command.returncode == 2
             assert said in errors and "Traceback" not in errors
         (tmp_path / "mlflow.db").touch()
         command = platform("ui", "--port", port, cwd=tmp_path)
-        _, errors = command.communicate(timeout=60)
+        _, errors = command.communicate(timeout=180)
         assert command.returncode == 2
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in errors
 
 
 def test_a_server_needs_no_interface(tmp_path):
     command = platform("ui", "--tracking-uri", "http://me:secret@tracking:5000", cwd=tmp_path)
-    output, _ = command.communicate(timeout=60)
+    output, _ = command.communicate(timeout=180)
     assert command.returncode == 0
     assert "http://me:***@tracking:5000" in output

@@ -50,7 +50,7 @@ def in_process(monkeypatch):
 def test_an_untrained_baseline_serves_from_the_command_line(baseline):
     done = subprocess.run(
         [sys.executable, "-m", "carryover", "checkpoint", "verify", str(baseline), "--json"],
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout[done.stdout.index("{") :])
@@ -118,7 +118,7 @@ def test_the_gap_is_zero_for_greedy_tokens_and_positive_for_others(target):
 def platform(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "carryover", "checkpoint", *arguments],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"},
+        capture_output=True, text=True, timeout=360, env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip
 
 

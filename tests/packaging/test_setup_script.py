@@ -196,3 +196,4 @@ def test_bytecode_is_made_where_no_process_will_write_it(setup, environment, com
     done = setup.run(**environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("compileall" in done.commands) == compiles
+    assert "failed" not in done.stdout

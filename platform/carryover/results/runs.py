@@ -20,7 +20,7 @@ from carryover.bench.records import Condition, Request, read_requests
 from carryover.errors import ConfigError
 from carryover.tracking import Tracker
 
-TRAIN = "train"
+TRAIN, TARGETS = "train", "targets"
 _LISTED = 20
 
 
@@ -153,12 +153,12 @@ class RunReader:
         return self._benches[run_id]
 
     def training(self, name: str) -> RunRecord:
-        """Read a training run, by name or id.
+        """Read a training run of a drafter or of a small target, by name or id.
 
         Raises:
             ConfigError: no such run, several, or one that is no training.
         """
-        found = self._find(name, TRAIN)
+        found = self._find(name, TRAIN, TARGETS)
         if "carryover.training" not in found.data.tags:
             raise ConfigError(f"run {name!r} ({found.info.run_name!r}) is no training run")
         return self._record(found)
@@ -169,7 +169,7 @@ class RunReader:
         Raises:
             ConfigError: no such run, or several.
         """
-        return self._record(self._find(name, TRAIN, BENCH))
+        return self._record(self._find(name, TRAIN, TARGETS, BENCH))
 
     def _find(self, name: str, *experiments: str) -> Any:
         client = self._tracker.client()
