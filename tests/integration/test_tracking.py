@@ -206,7 +206,8 @@ with Tracker().run(experiment="tests", name="killed") as run:
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
 def test_a_killed_process_leaves_no_run_open(store, name):
-    done = subprocess.run([sys.executable, "-c", KILLED_RUN, name], capture_output=True, timeout=180)
+    command = [sys.executable, "-c", KILLED_RUN, name]
+    done = subprocess.run(command, capture_output=True, timeout=180)
     assert done.returncode != 0
     recorded = only_run(Tracker())
     assert recorded.info.status == "KILLED"
