@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import ray
 
 from carryover.engine_worker import EngineProcess
+from carryover.local_ray import start_local_ray
 
 # Jobs pass token ids and small records; Ray would take a third of the memory.
 _OBJECT_STORE_BYTES = 200 * 2**20
@@ -26,13 +27,13 @@ def start_ray(address: str | None = None) -> None:
         address: of a running cluster; None takes $RAY_ADDRESS, else starts a local one.
     """
     address = address or os.environ.get("RAY_ADDRESS") or "local"
-    local = {"object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False}
-    ray.init(
-        address=address,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        **(local if address == "local" else {}),
-    )
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == "local":
+        start_local_ray(
+            object_store_memory=_OBJECT_STORE_BYTES, include_dashboard=False, **quiet
+        )
+    else:
+        ray.init(address=address, **quiet)
 
 
 def wait_for_end(processes: Iterable[EngineProcess]) -> None:

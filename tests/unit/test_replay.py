@@ -125,7 +125,7 @@ def test_the_command(tmp_path, tiny_llama, responses):
     checkpoint.save(make_drafter(tiny_llama), tmp_path / "baseline", {})
     words = ["checkpoint", "replay", str(tmp_path / "carryover"), "-n", "6"]
     words += ["-d", str(tmp_path / "responses.parquet"), "--baseline", str(tmp_path / "baseline")]
-    shown = CliRunner().invoke(app, words, catch_exceptions=False)
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, words, catch_exceptions=False)
     assert shown.exit_code == 0 and "ON-OFF @16" in shown.output and "rounds have" in shown.output
     printed = CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False)
     found = json.loads(printed.stdout)

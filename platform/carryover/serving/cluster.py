@@ -89,9 +89,10 @@ def _join_ray(address: str | None, config: ServeConfig) -> None:
     """Start Ray here, or join the cluster at `address`."""
     import ray
 
+    from carryover.local_ray import start_local_ray
+
     if address is None:
-        ray.init(
-            address="local",
+        start_local_ray(
             num_cpus=max(os.cpu_count() or 1, ceil(reserved_cpus(config))),
             include_dashboard=False,
             log_to_driver=False,
