@@ -236,7 +236,7 @@ def test_invalid_and_partial_runs_are_marked(results, store, tmp_path):
         ({"training": ["smal"]}, "no run 'smal' in the experiment 'train' or 'targets' of"),
         ({"training": ["smal"]}, "'small-carryover' ("),
         ({"training": ["twice"]}, "2 runs in"),
-        ({"tried": [{"what": "x", "gave": "y", "run": "gone"}]}, "'train' or 'bench'"),
+        ({"tried": [{"what": "x", "gave": "y", "run": "gone"}]}, "'train' or 'targets' or 'bench'"),
         ({"offline": ["sweep"]}, "is an online bench and is listed as offline"),
         ({"offline": ["small"]}, "is no bench"),
         ({"offline": ["offline"], "regimes": {"dflash": {"baseline": ["bb"]}}},
