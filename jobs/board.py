@@ -34,7 +34,7 @@ class Board:
 
 
 class BoardReporter:
-    """The workers' end: a `carryover.training.loop.Reporter`."""
+    """The workers' end: a `carryover.training.checkpointed.Reporter`."""
 
     def __init__(self, board: ray.actor.ActorHandle) -> None:
         self._board = board

@@ -34,8 +34,9 @@ from carryover.tracking import Tracker
 from carryover.training.config import TrainConfig
 from jobs.engine_pool import EnginePool
 from jobs.regenerate import regenerate
+from jobs.run_folder import Outcome
 from jobs.synthesize import synthesize
-from jobs.train import Outcome, train
+from jobs.train import train
 from jobs.train_view import View
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "demo.yaml"

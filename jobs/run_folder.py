@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,31 @@ from carryover.durable import write_whole
 from carryover.errors import ConfigError
 from carryover.training.config import changed_settings
 from carryover.training.snapshots import Progress, Snapshots, read_progress
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training run came to.
+
+    Attributes:
+        run_folder: holds `best` and `last`, which are drafter checkpoints or targets.
+        progress: where the run stands.
+        reused: whether it had been finished before.
+    """
+
+    run_folder: Path
+    progress: Progress
+    reused: bool
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint with the best held-out evaluation."""
+        return self.run_folder / "best"
+
+    @property
+    def last(self) -> Path:
+        """The newest checkpoint."""
+        return self.run_folder / "last"
 
 
 class RunFolder:

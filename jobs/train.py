@@ -9,7 +9,6 @@ always said, and never Ray's silent choice.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +18,17 @@ from carryover.errors import ConfigError
 from carryover.runtime import has_fast_bfloat16
 from carryover.targets import file_sha256, resolve
 from carryover.tracking import Run, Tracker
+from carryover.training.checkpointed import planned_steps
 from carryover.training.config import TrainConfig
-from carryover.training.loop import planned_steps
 from carryover.training.packing import Schedule
 from carryover.training.session import Assignment, Data, Kind, load_data, state_cache
 from carryover.training.snapshots import Progress
-from jobs.run_folder import RunFolder
+from jobs.run_folder import Outcome, RunFolder
 from jobs.train_records import Recorder
 from jobs.train_view import View
 from jobs.train_worker import train_worker
 from jobs.train_workers import WorkerJob, run_workers
 from jobs.verification import verify_in_vllm
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a training run came to.
-
-    Attributes:
-        run_folder: holds `best` and `last`, which are drafter checkpoints.
-        progress: where the run stands.
-        reused: whether it had been finished before.
-    """
-
-    run_folder: Path
-    progress: Progress
-    reused: bool
-
-    @property
-    def best(self) -> Path:
-        """The checkpoint with the best held-out acceptance length."""
-        return self.run_folder / "best"
-
-    @property
-    def last(self) -> Path:
-        """The newest checkpoint."""
-        return self.run_folder / "last"
 
 
 def train(

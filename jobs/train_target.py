@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +12,17 @@ from carryover.errors import ConfigError
 from carryover.runtime import has_fast_bfloat16
 from carryover.targets import resolve
 from carryover.tracking import Tracker
+from carryover.training.checkpointed import planned_steps
 from carryover.training.snapshots import Progress
 from carryover.training.target_config import TargetTrainConfig
-from carryover.training.target_loop import planned_target_steps
+from carryover.training.target_loop import block_schedule
 from carryover.training.target_session import TargetAssignment, make_initial, read_blocks
 from carryover.training.target_text import read_texts
-from jobs.run_folder import RunFolder
+from jobs.run_folder import Outcome, RunFolder
 from jobs.train_records import Recorder
 from jobs.train_target_view import TargetView
 from jobs.train_worker import train_target_worker
 from jobs.train_workers import WorkerJob, run_workers
-
-
-@dataclass(frozen=True)
-class TargetOutcome:
-    """What a training run of a target came to.
-
-    Attributes:
-        run_folder: holds `best` and `last`, folders that `--target` takes.
-        progress: where the run stands.
-        reused: whether it had been finished before.
-    """
-
-    run_folder: Path
-    progress: Progress
-    reused: bool
-
-    @property
-    def best(self) -> Path:
-        """The target with the lowest held-out loss."""
-        return self.run_folder / "best"
 
 
 def train_target(
@@ -50,7 +31,7 @@ def train_target(
     restart: bool = False,
     tracking_uri: str | None = None,
     view: TargetView | None = None,
-) -> TargetOutcome:
+) -> Outcome:
     """Train a target from scratch; continue the run if its folder holds a part of it.
 
     Args:
@@ -89,14 +70,14 @@ def train_target(
         progress = folder.progress()
         if progress and progress.finished:
             view.reused(folder.path, progress)
-            return TargetOutcome(folder.path, progress, reused=True)
+            return Outcome(folder.path, progress, reused=True)
         view.resumed(folder.path, progress)
     else:
         view.stage(f"making a tokenizer of {config.shape.vocab_size:,} tokens, and random weights")
         folder.create(identity, lambda path: make_initial(config, texts, writer, path))
     folder.write_config(config.to_yaml())
     blocks, held_out = read_blocks(assignment)
-    num_steps = planned_target_steps(config, len(blocks))
+    num_steps = planned_steps(config, block_schedule(config, len(blocks)))
     facts = _facts(assignment, texts, len(blocks), len(held_out))
     view.plan_target(facts, folder.path, num_steps)
     with tracker.run(
@@ -135,7 +116,7 @@ def train_target(
             progress.step,
         )
     view.finished_target(folder.path, progress)
-    return TargetOutcome(folder.path, progress, reused=False)
+    return Outcome(folder.path, progress, reused=False)
 
 
 def _facts(
@@ -145,7 +126,7 @@ def _facts(
 
     with safe_open(assignment.initial / "model.safetensors", framework="pt") as weights:
         names = weights.keys()
-        parameters = sum(_size(weights.get_slice(name).get_shape()) for name in names)
+        parameters = sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
     length = assignment.config.block_length
     return {
         "conversations": len(texts),
@@ -155,10 +136,3 @@ def _facts(
         "tokens": num_blocks * length,
         "parameters": parameters,
     }
-
-
-def _size(shape: list[int]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size

@@ -13,9 +13,8 @@ import ray.train.torch
 import torch
 
 from carryover.errors import UserError
-from carryover.training.loop import TrainingLoop
+from carryover.training.checkpointed import CheckpointedLoop
 from carryover.training.session import Assignment, Stopped, build_loop
-from carryover.training.target_loop import TargetLoop
 from carryover.training.target_session import TargetAssignment, build_target_loop
 from carryover.training.workers import Parallelism, Workers
 from jobs.board import BoardReporter
@@ -44,7 +43,7 @@ def train_target_worker(told: dict[str, Any]) -> None:
 def _train(
     board: ray.actor.ActorHandle,
     parallelism: Parallelism,
-    build: Callable[..., TrainingLoop | TargetLoop],
+    build: Callable[..., CheckpointedLoop],
 ) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     reporter = BoardReporter(board)

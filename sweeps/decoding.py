@@ -132,7 +132,6 @@ class DecodingPlan(SearchedPlan):
 
     def __init__(self, config: SweepConfig, ledger: Ledger, *, retry_failed: bool = False) -> None:
         self.config, self.ledger, self._retry = config, ledger, retry_failed
-        self.search_settings = config.search
         self.loads = [(load.temperature, load.concurrency) for load in config.loads()]
         every = settings_of(config)
         self._plain = [setting for setting in every if setting.drafter is None]

@@ -12,8 +12,8 @@ from sweeps.ledger import Ledger, TrialEnd
 from sweeps.listeners import Listeners
 from sweeps.records import Records
 from sweeps.search import Score, Search, Wait
-from sweeps.settings import SearchSettings, TrialResources
-from sweeps.training_settings import TrainingResources
+from sweeps.settings import SweepConfig, TrialResources
+from sweeps.training_settings import TrainingResources, TrainingSweepConfig
 from sweeps.tuning import RunFigures, Work, connected, run_tasks
 
 
@@ -22,21 +22,21 @@ class SearchedPlan(ABC):
 
     Attributes:
         cuts: see `conductor.Plan`.
+        config: the sweep.
         search: gives settings, and is told scores.
-        search_settings: decide its kind.
         settings: that there may be, by name.
         tasks: of them, by name.
     """
 
     cuts: bool
+    config: SweepConfig | TrainingSweepConfig
     search: Search
-    search_settings: SearchSettings
     settings: Mapping[str, Any]
     tasks: Mapping[str, Task]
 
     def unfinished(self) -> bool:
         """Whether there may be anything to do; what Optuna wants next is known only by asking."""
-        return self.search_settings.kind == "optuna" or any(
+        return self.config.search.kind == "optuna" or any(
             not self.is_over(setting) for setting in self.settings.values()
         )
 

@@ -199,7 +199,6 @@ class TrainingPlan(SearchedPlan):
         self, config: TrainingSweepConfig, ledger: Ledger, *, retry_failed: bool = False
     ) -> None:
         self.config, self.ledger, self._retry = config, ledger, retry_failed
-        self.search_settings = config.search
         every = trainings_of(config)
         if config.search.kind == "random":
             every = sample(every, config.search)

@@ -48,12 +48,13 @@ CLOSING_ATTEMPTS = 3
 PROCESS_TAG = "carryover.process"
 HOST_TAG = "carryover.host"
 ERROR_TAG = "carryover.error"
-# MLflow's own defaults retry an unreachable server for minutes, print URLs between a command's
-# results, and report usage. What the user has set is kept.
+# MLflow's own defaults retry an unreachable server for minutes, print URLs and bars between a
+# command's results, and report usage. What the user has set is kept.
 _MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 

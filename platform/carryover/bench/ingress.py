@@ -40,11 +40,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import ray
     from ray import serve
 
+    from carryover.local_ray import start_local_ray
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ray.init(
-        address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
+    start_local_ray(
+        num_cpus=4, include_dashboard=False, log_to_driver=False,
         logging_level=logging.ERROR, object_store_memory=256 * 2**20,
     )  # fmt: skip
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -255,7 +255,7 @@ def compare_arms(
         speedup=statistics.ratio_between(_throughput(ours), _throughput(theirs)),
         speedup_macro=(
             statistics.macro_average(
-                [_columns(part, by_prompt) for part in groups.values()],
+                [_columns(part, by_prompt, of=_throughput) for part in groups.values()],
                 statistics.ratio_of_ratios,
             )
             if by_set
@@ -277,6 +277,18 @@ def compare_arms(
     )
 
 
+def acceptance_ratio_macro(arm: Sequence[Request], baseline: Sequence[Request]) -> Interval:
+    """Mean over sets of the ratio of acceptance lengths, over the prompts that both answered.
+
+    Args:
+        arm: requests of the arm.
+        baseline: requests of the other arm.
+    """
+    by_prompt = {request.prompt_id: request for request in baseline if request.ok}
+    sets = [_columns(part, by_prompt, of=_acceptance) for part in _by_set(arm).values()]
+    return statistics.macro_average([each for each in sets if each[0]], statistics.ratio_of_ratios)
+
+
 def set_prefix(name: str) -> str:
     """How a set begins the names of its metrics; MLflow allows few signs in names."""
     return "set." + re.sub(r"[^\w-]", "_", name)
@@ -294,11 +306,11 @@ def _wall(requests: Sequence[Request]) -> float:
 
 
 def _columns(
-    arm: Sequence[Request], by_prompt: Mapping[int, Request]
+    arm: Sequence[Request], by_prompt: Mapping[int, Request], *, of: Callable[..., tuple]
 ) -> tuple[Sequence[float], ...]:
     ours = [request for request in arm if request.ok and request.prompt_id in by_prompt]
     theirs = [by_prompt[request.prompt_id] for request in ours]
-    return (*_throughput(ours), *_throughput(theirs))
+    return (*of(ours), *of(theirs))
 
 
 def _acceptance(requests: Sequence[Request]) -> tuple[list[int], list[int]]:

@@ -23,8 +23,9 @@ import torch
 from carryover.drafters.blocks import Blocks
 from carryover.drafters.models import BlockDrafter
 from carryover.errors import CheckpointError, DataError
-from carryover.training.anchors import block_labels
+from carryover.training.anchors import anchored_blocks, block_labels
 from carryover.training.batch import Batch
+from carryover.training.carryover import select
 from carryover.training.evaluate import Rounds, carrying_rounds
 from carryover.training.packing import Corpus
 from carryover.training.states import StateSource
@@ -116,7 +117,7 @@ def replay(
         if not len(taken.anchors_A):
             continue
         batch, blocks = taken.batch, taken.blocks
-        plain = replace(blocks, carried=None, hints_AS=None)
+        plain = anchored_blocks(batch, taken.anchors_A)
         rows_AB, valid_AB = block_labels(batch, taken.anchors_A, drafter.proposal_length)
         valid.append(valid_AB.cpu().numpy())
         for name, model in drafters.items():
@@ -157,36 +158,22 @@ def _check(
 def _with_carried_rows(taken: Rounds) -> Rounds:
     """Only the rounds that have something carried."""
     blocks = taken.blocks
+    fields = {
+        name: value
+        for name in ("carried", "hints_AS")
+        if (value := getattr(blocks, name)) is not None
+    }
+    has_A = torch.zeros_like(taken.anchors_A, dtype=torch.bool)
     if blocks.carried is not None:
         has_A = blocks.carried.valid_AR.any(1)
     elif blocks.hints_AS is not None:
         has_A = (blocks.hints_AS >= 0).any(1)
-    else:
-        has_A = torch.zeros_like(taken.anchors_A, dtype=torch.bool)
+    anchors_A = taken.anchors_A[has_A]
     return replace(
         taken,
-        anchors_A=taken.anchors_A[has_A],
-        blocks=_only(blocks, has_A),
+        anchors_A=anchors_A,
+        blocks=replace(anchored_blocks(taken.batch, anchors_A), **select(fields, has_A)),
         accepted_A=taken.accepted_A[has_A],
-    )
-
-
-def _only(blocks: Blocks, kept_A: torch.Tensor) -> Blocks:
-    carried = blocks.carried
-    if carried is not None:
-        carried = replace(
-            carried,
-            hidden_ARC=carried.hidden_ARC[kept_A],
-            positions_AR=carried.positions_AR[kept_A],
-            valid_AR=carried.valid_AR[kept_A],
-        )
-    return Blocks(
-        tokens_A=blocks.tokens_A[kept_A],
-        positions_A=blocks.positions_A[kept_A],
-        starts_A=blocks.starts_A[kept_A],
-        ends_A=blocks.ends_A[kept_A],
-        carried=carried,
-        hints_AS=None if blocks.hints_AS is None else blocks.hints_AS[kept_A],
     )
 
 

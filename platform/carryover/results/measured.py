@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from carryover.bench import statistics
 from carryover.bench.records import Condition, Request
 from carryover.bench.statistics import Interval
-from carryover.bench.summary import ArmSummary, Comparison, compare_arms, summarise_arm
+from carryover.bench.summary import (
+    ArmSummary,
+    Comparison,
+    acceptance_ratio_macro,
+    compare_arms,
+    summarise_arm,
+)
 from carryover.errors import ConfigError
 from carryover.results.config import ROLES, RegimeArms, Section
 from carryover.results.runs import BenchRun
@@ -226,18 +232,7 @@ def _gain(
         )
         for seed in both
     }
-    macro = None
-    if pooled.by_set:
-        theirs = {request.prompt_id: request for request in pair[1] if request.ok}
-        columns: dict[str, list[tuple[int, ...]]] = {name: [] for name in pooled.by_set}
-        for request in pair[0]:
-            if request.ok and request.prompt_id in theirs:
-                row = (*_rounds(request), *_rounds(theirs[request.prompt_id]))
-                columns[request.category].append(row)
-        macro = statistics.macro_average(
-            [tuple(zip(*rows, strict=True)) for rows in columns.values() if rows],
-            statistics.ratio_of_ratios,
-        )
+    macro = acceptance_ratio_macro(*pair) if pooled.by_set else None
     return Gain(pooled, macro, single)
 
 
@@ -283,9 +278,3 @@ def _added(requests: Sequence[Request]) -> Request:
 def _summarise(arm: str, requests: Sequence[Request], *, sets: bool) -> ArmSummary:
     measured_s = sum(request.wall_s for request in requests if request.ok)
     return summarise_arm(arm, requests, measured_s=measured_s, sets=sets)
-
-
-def _rounds(request: Request) -> tuple[int, int]:
-    """Tokens of a request's rounds, and its rounds."""
-    answer = request.response
-    return answer.num_accepted_tokens + answer.num_drafts, answer.num_drafts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,8 +124,6 @@ class RunReader:
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._benches: dict[str, BenchRun] = {}
-        # MLflow draws a bar for every file otherwise, between a command's own lines
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
     def bench(self, name: str, mode: str) -> BenchRun:
         """Read a bench.

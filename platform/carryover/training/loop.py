@@ -7,12 +7,10 @@ on any number of workers (up to rounding), and a resumed one equals an uninterru
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,33 +18,15 @@ from torch import nn
 
 from carryover.errors import ConfigError
 from carryover.training.batch import Batch
+from carryover.training.checkpointed import CheckpointedLoop, Reporter
 from carryover.training.config import TrainConfig, derived_seed
 from carryover.training.evaluate import Acceptance, make_batch
 from carryover.training.meters import StageClock, StepMeans
-from carryover.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from carryover.training.packing import Corpus, Schedule
-from carryover.training.snapshots import (
-    Progress,
-    Snapshots,
-    optimizer_tensors,
-    read_progress,
-    restore_optimizer,
-)
+from carryover.training.snapshots import Progress, Snapshots
 from carryover.training.states import StateSource
 from carryover.training.step import StepResult
 from carryover.training.workers import Workers
-
-
-class Reporter(Protocol):
-    """Where the first worker says what happens; all of it may be shown, recorded or ignored."""
-
-    def report(self, event: Mapping[str, Any]) -> None:
-        """Take a record with a `kind`: `step`, `evaluation` or `checkpoint`."""
-        ...
-
-    def stop_requested(self) -> bool:
-        """Whether the run shall save a checkpoint and end."""
-        ...
 
 
 class StepFunction(Protocol):
@@ -76,8 +56,8 @@ class Material:
     source: StateSource
 
 
-class TrainingLoop:
-    """A run from its first or its last checkpoint to its end.
+class TrainingLoop(CheckpointedLoop):
+    """A drafter's run from its first or its last checkpoint to its end.
 
     Args:
         config: the run's settings.
@@ -112,59 +92,29 @@ class TrainingLoop:
         resume_from: Path | None = None,
         evaluate_first: bool = False,
     ) -> None:
-        self.config = config
+        super().__init__(
+            config,
+            model=drafter,
+            param_dtype=getattr(torch, config.precision),
+            schedule=Schedule(
+                len(material.packs), packs_per_step=config.batch.packs_per_step, seed=config.seed
+            ),
+            snapshots=snapshots,
+            workers=workers,
+            reporter=reporter,
+            resume_from=resume_from,
+            evaluate_first=evaluate_first,
+        )
         self.material = material
-        self.workers = workers
-        self.snapshots = snapshots
         self._step = step
         self._evaluate = evaluate
         self._save_drafter = save_drafter
-        self._reporter = reporter
-        self._evaluate_first = evaluate_first
         self._drafter = drafter
-        self.model = workers.wrap(drafter, param_dtype=getattr(torch, config.precision))
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
-        self.schedule = Schedule(
-            len(material.packs), packs_per_step=config.batch.packs_per_step, seed=config.seed
-        )
-        self.progress = Progress(num_steps=planned_steps(config, self.schedule))
-        if resume_from is not None:
-            self.progress = read_progress(resume_from)
-            restore_optimizer(resume_from, self.model, self.optimizer)
-
-    def run(self) -> Progress:
-        """Train to the end, or until asked to stop; return where the run stands.
-
-        Raises:
-            ConfigError: more steps than allowed had a non-finite loss or gradient.
-        """
-        progress = self.progress
-        if progress.step == 0 and self._evaluate_first:
-            # Training may make it worse, and then this is the best.
-            self._run_evaluation()
-            self._save(is_best=True)
-        saved_at = progress.step
-        while not progress.finished:
-            stop = self._run_step()
-            last = stop or progress.finished
-            improved = False
-            if progress.step % self.config.evaluation.every_steps == 0 or progress.finished:
-                improved = self._run_evaluation()
-            if last or improved or progress.step % self.config.checkpoints.every_steps == 0:
-                self._save(is_best=improved)
-                saved_at = progress.step
-            if stop:
-                break
-        assert saved_at == progress.step
-        return progress
 
     def _run_step(self) -> bool:
-        """One optimizer step; returns whether the run shall stop."""
         config, workers, progress = self.config, self.workers, self.progress
         clock = StageClock(workers.device)
-        self.model.train()
-        lr = learning_rate(progress.step, num_steps=progress.num_steps, settings=config.optimizer)
-        set_learning_rate(self.optimizer, lr)
+        lr = self._begin_step()
         packs = self.schedule.packs_of(progress.step)
         mine = range(workers.rank, len(packs), workers.size)
         means = StepMeans(self._drafter.proposal_length)
@@ -195,25 +145,9 @@ class TrainingLoop:
             if not broken:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        progress.step += 1
         progress.skipped_steps += bool(broken)
-        progress.tokens += num_tokens
-        progress.trained_s += clock.total_s()
-        if workers.is_first:
-            self._reporter.report(
-                {
-                    "kind": "step",
-                    "step": progress.step,
-                    "epoch": self.schedule.epoch_of(progress.step),
-                    "lr": lr,
-                    "gradient_norm": norm,
-                    "skipped_steps": progress.skipped_steps,
-                    "pack_tokens": num_tokens,
-                    "step_s": clock.total_s(),
-                    "stages_s": clock.stages_s,
-                    "metrics": means.of(shared[3:]),
-                }
-            )
+        metrics = means.of(shared[3:])
+        self._end_step(clock, lr=lr, norm=norm, num_tokens=num_tokens, metrics=metrics)
         if progress.skipped_steps > config.optimizer.max_skipped_steps:
             raise ConfigError(self._diverged())
         return bool(stop)
@@ -228,57 +162,17 @@ class TrainingLoop:
             "optimizer.warmup_ratio"
         )
 
-    def _run_evaluation(self) -> bool:
-        """Evaluate on the held-out rows; returns whether it is the best so far."""
-        progress, workers = self.progress, self.workers
-        started = time.monotonic()
-        self.model.eval()
+    def _evaluate_held_out(self) -> dict[str, float]:
+        workers = self.workers
         mine = self.material.held_out[workers.rank :: workers.size]
-        with workers.whole(self.model), torch.no_grad():
+        with workers.whole(self.model):
             counted = self._evaluate(self._drafter, mine)
         rounds = torch.tensor([counted.rounds], dtype=torch.float64)
         totals = workers.sum(torch.cat([rounds, counted.reached_B.double().cpu()]))
-        metrics = Acceptance(rounds=float(totals[0]), reached_B=totals[1:]).metrics()
-        best = progress.best.get("acceptance_length", 0.0)
-        improved = metrics["acceptance_length"] > best
-        progress.evaluation = {"step": progress.step, **metrics}
-        if improved:
-            progress.best = progress.evaluation
-        if workers.is_first:
-            self._reporter.report(
-                {
-                    "kind": "evaluation",
-                    "step": progress.step,
-                    "evaluation_s": time.monotonic() - started,
-                    "improved": improved,
-                    "metrics": metrics,
-                }
-            )
-        return improved
+        return Acceptance(rounds=float(totals[0]), reached_B=totals[1:]).metrics()
 
-    def _save(self, *, is_best: bool) -> None:
-        started = time.monotonic()
-        weights = self.workers.whole_weights(self.model)
-        optimizer_state = optimizer_tensors(self.model, self.optimizer)
-        if self.workers.is_first:
-            path = self.snapshots.write(
-                self.progress,
-                save_drafter=partial(self._save_drafter, weights, self.progress),
-                optimizer_state=optimizer_state,
-                is_best=is_best,
-            )
-            self._reporter.report(
-                {
-                    "kind": "checkpoint",
-                    "step": self.progress.step,
-                    "path": str(path),
-                    "checkpoint_s": time.monotonic() - started,
-                }
-            )
-        self.workers.barrier()
+    def _is_better(self, metrics: Mapping[str, float], best: Mapping[str, float]) -> bool:
+        return metrics["acceptance_length"] > best.get("acceptance_length", 0.0)
 
-
-def planned_steps(config: TrainConfig, schedule: Schedule) -> int:
-    """Optimizer steps of the whole run."""
-    steps = schedule.steps_in(config.epochs)
-    return steps if config.max_steps is None else min(steps, config.max_steps)
+    def _save_model(self, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+        self._save_drafter(weights, self.progress, folder)

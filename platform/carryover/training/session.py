@@ -23,9 +23,10 @@ from carryover.drafters.models import BlockDrafter
 from carryover.targets import Target
 from carryover.training.batch import Batch
 from carryover.training.carryover import carryover_step
+from carryover.training.checkpointed import Reporter
 from carryover.training.config import TrainConfig
 from carryover.training.evaluate import Acceptance, evaluate, evaluate_carrying
-from carryover.training.loop import Material, Reporter, StepFunction, TrainingLoop
+from carryover.training.loop import Material, StepFunction, TrainingLoop
 from carryover.training.packing import Corpus, Split, pack, split
 from carryover.training.snapshots import Progress, Snapshots
 from carryover.training.states import OnlineStates, StateCache, StateSource, weights_fingerprint

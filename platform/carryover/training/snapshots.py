@@ -100,7 +100,7 @@ class Snapshots:
         self,
         progress: Progress,
         *,
-        save_drafter: Callable[[Path], None],
+        save_model: Callable[[Path], None],
         optimizer_state: dict[str, torch.Tensor],
         is_best: bool,
     ) -> Path:
@@ -108,7 +108,7 @@ class Snapshots:
 
         Args:
             progress: written as it is.
-            save_drafter: writes the drafter to a folder that does not exist yet.
+            save_model: writes what is trained to a folder that does not exist yet.
             optimizer_state: from `optimizer_tensors`.
             is_best: whether `best` shall point to it.
         """
@@ -118,7 +118,7 @@ class Snapshots:
         final = self.path(progress.step)
         if not final.exists():
             staged = self.folder / f".writing-{final.name}"
-            save_drafter(staged)
+            save_model(staged)
             training = staged / "training"
             training.mkdir()
             save_file(optimizer_state, training / "optimizer.safetensors")

@@ -1,14 +1,11 @@
 """Training of a small target from scratch, in plain torch: next-token cross-entropy on blocks.
 
-As in `carryover.training.loop`, which blocks a step sees is a function of the seed and the step,
-and a checkpoint holds no pickle: a resumed run equals an uninterrupted one.
+Which blocks a step sees is a function of the seed and the step.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,17 +14,10 @@ import torch
 from torch import nn
 
 from carryover.errors import ConfigError
-from carryover.training.loop import Reporter
+from carryover.training.checkpointed import CheckpointedLoop, Reporter
 from carryover.training.meters import StageClock
-from carryover.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from carryover.training.packing import Schedule
-from carryover.training.snapshots import (
-    Progress,
-    Snapshots,
-    optimizer_tensors,
-    read_progress,
-    restore_optimizer,
-)
+from carryover.training.snapshots import Snapshots
 from carryover.training.target_config import TargetTrainConfig
 from carryover.training.workers import Workers
 
@@ -38,22 +28,17 @@ if TYPE_CHECKING:
 _TOKENS_AT_A_TIME = 4096
 
 
-def planned_target_steps(config: TargetTrainConfig, num_blocks: int) -> int:
-    """Optimizer steps of the whole run."""
-    steps = _schedule(config, num_blocks).steps_in(config.epochs)
-    return steps if config.max_steps is None else min(steps, config.max_steps)
-
-
-def _schedule(config: TargetTrainConfig, num_blocks: int) -> Schedule:
+def block_schedule(config: TargetTrainConfig, num_blocks: int) -> Schedule:
+    """Which blocks each step takes."""
     return Schedule(num_blocks, packs_per_step=config.blocks_per_step, seed=config.seed)
 
 
-class TargetLoop:
-    """A run from its first or its last checkpoint to its end.
+class TargetLoop(CheckpointedLoop):
+    """A target's run from its first or its last checkpoint to its end.
 
     Args:
         config: the run's settings, with a resolved precision.
-        model: initial weights, or those of `resume_from`.
+        model: initial weights, or those of `resume_from`; on this worker's device.
         tokenizer: saved beside the weights.
         blocks: [N, block_length] token ids to train on.
         held_out: the same to evaluate on.
@@ -76,47 +61,25 @@ class TargetLoop:
         reporter: Reporter,
         resume_from: Path | None = None,
     ) -> None:
-        self.config = config
-        self.workers = workers
-        self.snapshots = snapshots
+        super().__init__(
+            config,
+            model=model,
+            param_dtype=torch.float32,
+            schedule=block_schedule(config, len(blocks)),
+            snapshots=snapshots,
+            workers=workers,
+            reporter=reporter,
+            resume_from=resume_from,
+        )
         self._blocks = blocks
         self._held_out = held_out
-        self._reporter = reporter
+        self._inner = model
         self._tokenizer = tokenizer
-        self._inner = model.to(workers.device)
-        self.model = workers.wrap(self._inner, param_dtype=torch.float32)
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
-        self.schedule = _schedule(config, len(blocks))
-        self.progress = Progress(num_steps=planned_target_steps(config, len(blocks)))
-        if resume_from is not None:
-            self.progress = read_progress(resume_from)
-            restore_optimizer(resume_from, self.model, self.optimizer)
-
-    def run(self) -> Progress:
-        """Train to the end, or until asked to stop; return where the run stands.
-
-        Raises:
-            ConfigError: the loss is not finite.
-        """
-        progress, config = self.progress, self.config
-        while not progress.finished:
-            stop = self._run_step()
-            improved = False
-            if progress.step % config.evaluation.every_steps == 0 or progress.finished:
-                improved = self._run_evaluation()
-            every = config.checkpoints.every_steps
-            if stop or progress.finished or improved or progress.step % every == 0:
-                self._save(is_best=improved)
-            if stop:
-                break
-        return progress
 
     def _run_step(self) -> bool:
         config, workers, progress = self.config, self.workers, self.progress
         clock = StageClock(workers.device)
-        self.model.train()
-        lr = learning_rate(progress.step, num_steps=progress.num_steps, settings=config.optimizer)
-        set_learning_rate(self.optimizer, lr)
+        lr = self._begin_step()
         mine = self.schedule.packs_of(progress.step)[workers.rank :: workers.size]
         parts = self._parts(self._blocks[mine])
         total = torch.zeros(())
@@ -140,24 +103,7 @@ class TargetLoop:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         tokens = config.blocks_per_step * config.block_length
-        progress.step += 1
-        progress.tokens += tokens
-        progress.trained_s += clock.total_s()
-        if workers.is_first:
-            self._reporter.report(
-                {
-                    "kind": "step",
-                    "step": progress.step,
-                    "epoch": self.schedule.epoch_of(progress.step),
-                    "lr": lr,
-                    "gradient_norm": norm,
-                    "skipped_steps": 0,
-                    "pack_tokens": tokens,
-                    "step_s": clock.total_s(),
-                    "stages_s": clock.stages_s,
-                    "metrics": {"loss": loss},
-                }
-            )
+        self._end_step(clock, lr=lr, norm=norm, num_tokens=tokens, metrics={"loss": loss})
         return bool(shared[1])
 
     def _parts(self, blocks: np.ndarray) -> list[torch.Tensor]:
@@ -171,52 +117,14 @@ class TargetLoop:
         with torch.autocast(device, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
             return model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
 
-    def _run_evaluation(self) -> bool:
-        """Held-out loss on every worker alike; returns whether it is the best so far."""
-        progress = self.progress
-        started = time.monotonic()
-        self.model.eval()
-        with torch.no_grad():
-            parts = self._parts(self._held_out)
-            losses = [float(self._loss(self._inner, part)) * len(part) for part in parts]
+    def _evaluate_held_out(self) -> dict[str, float]:
+        parts = self._parts(self._held_out)
+        losses = [float(self._loss(self._inner, part)) * len(part) for part in parts]
         loss = sum(losses) / len(self._held_out)
-        metrics = {"loss": loss, "perplexity": float(np.exp(loss))}
-        improved = loss < progress.best.get("loss", float("inf"))
-        progress.evaluation = {"step": progress.step, **metrics}
-        if improved:
-            progress.best = progress.evaluation
-        if self.workers.is_first:
-            self._reporter.report(
-                {
-                    "kind": "evaluation",
-                    "step": progress.step,
-                    "evaluation_s": time.monotonic() - started,
-                    "improved": improved,
-                    "metrics": metrics,
-                }
-            )
-        return improved
+        return {"loss": loss, "perplexity": float(np.exp(loss))}
 
-    def _save(self, *, is_best: bool) -> None:
-        started = time.monotonic()
-        weights = self.workers.whole_weights(self.model)
-        state = optimizer_tensors(self.model, self.optimizer)
-        if self.workers.is_first:
-            path = self.snapshots.write(
-                self.progress,
-                save_drafter=partial(self._save_model, weights),
-                optimizer_state=state,
-                is_best=is_best,
-            )
-            self._reporter.report(
-                {
-                    "kind": "checkpoint",
-                    "step": self.progress.step,
-                    "path": str(path),
-                    "checkpoint_s": time.monotonic() - started,
-                }
-            )
-        self.workers.barrier()
+    def _is_better(self, metrics: Mapping[str, float], best: Mapping[str, float]) -> bool:
+        return metrics["loss"] < best.get("loss", float("inf"))
 
     def _save_model(self, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
         self._inner.save_pretrained(folder, state_dict=dict(weights))

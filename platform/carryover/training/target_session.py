@@ -14,7 +14,7 @@ import torch
 
 from carryover.errors import CheckpointError
 from carryover.targets import Target
-from carryover.training.loop import Reporter
+from carryover.training.checkpointed import Reporter
 from carryover.training.snapshots import Snapshots
 from carryover.training.target_config import TargetTrainConfig
 from carryover.training.target_loop import TargetLoop
@@ -107,7 +107,7 @@ def build_target_loop(
     model = start.load_model(dtype=torch.float32).requires_grad_(True)
     return TargetLoop(
         config,
-        model=model,
+        model=model.to(workers.device),
         tokenizer=start.load_tokenizer(),
         blocks=blocks,
         held_out=held_out,
