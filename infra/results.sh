@@ -9,7 +9,7 @@
 # runs/results/TARGET, from where jobs/configs/results.yaml names them.
 #
 # REGIMES, SEEDS   what to train; default: "dflash markov", "1 2 3"
-# NUM_PROMPTS      that the target writes for training; default: 3000
+# NUM_PROMPTS      that the target writes for training; default: 2400
 # NUM_EVAL         prompts of PROMPTS to measure on; default: 96
 # PORT             of the endpoint while it is measured; default: 8765
 # EXTRA            options for every training, such as "--set max_steps=20"
@@ -23,7 +23,7 @@ case ${2:-} in train) ;; measure) prompts=${3:?"give the prompts to measure on"}
 read -ra regimes <<<"${REGIMES:-dflash markov}"
 read -ra seeds <<<"${SEEDS:-1 2 3}"
 read -ra extra <<<"${EXTRA:-}"
-num_prompts=${NUM_PROMPTS:-3000} num_eval=${NUM_EVAL:-96}
+num_prompts=${NUM_PROMPTS:-2400} num_eval=${NUM_EVAL:-96}
 platform=${CARRYOVER_VENV:-.venv}/bin/platform
 config=jobs/configs/$subject.yaml results=runs/results/$subject
 [ "$subject" = embedded ] && target=embedded || target=runs/targets/laboratory/best

@@ -27,6 +27,8 @@ from carryover.data.regeneration import RegenerateConfig
 from carryover.data.responses import RESPONSES
 from carryover.data.store import is_store, read_store
 from carryover.data.synthesis import SynthesizeConfig
+from carryover.drafters import checkpoint
+from carryover.drafters.shipped import DrafterFolder
 from carryover.serving.config import ServeConfig
 from carryover.serving.endpoint import running
 from carryover.targets import resolve
@@ -51,6 +53,9 @@ class DemoConfig(Config):
     )
     synthesize: SynthesizeConfig
     regenerate: RegenerateConfig
+    baseline: DrafterFolder | None = Field(
+        None, description="drafter to continue, such as embedded:dflash; null trains one"
+    )
     train: TrainConfig
     carryover_name: str = Field("carryover", description="run that continues the baseline")
     carryover_steps: int = Field(30, ge=1, description="optimizer steps of it")
@@ -137,13 +142,18 @@ def run_demo(
         end(f"{target.name}: {shape.num_hidden_layers} layers, vocabulary {shape.vocab_size:,}")
     _make_data(config, screen)
     with _stage(screen, 4, "baseline") as end:
-        baseline = train(config.train, tracking_uri=tracking_uri, view=view)
-        end(_describe(baseline), reused=baseline.reused)
+        if config.baseline is None:
+            trained = train(config.train, tracking_uri=tracking_uri, view=view)
+            baseline = trained.best
+            end(_describe(trained), reused=trained.reused)
+        else:
+            baseline = config.baseline
+            end(_describe_trained(baseline))
     with _stage(screen, 5, "carryover") as end:
         carryover = train(
             config.carryover,
             kind="carryover",
-            start_from=baseline.best,
+            start_from=baseline,
             tracking_uri=tracking_uri,
             view=view,
         )
@@ -168,6 +178,13 @@ def _describe(outcome: Outcome) -> str:
     return (
         f"{progress.step:,} steps, held-out acceptance length {length:.2f}: {_short(outcome.best)}"
     )
+
+
+def _describe_trained(folder: Path) -> str:
+    found = checkpoint.describe(folder)
+    length = (found["provenance"].get("evaluation") or {}).get("acceptance_length")
+    known = "" if length is None else f", held-out acceptance length {length:.2f}"
+    return f"trained before, {found['parameters'] / 1e6:.1f}M parameters{known}: {folder.name}"
 
 
 def _make_data(config: DemoConfig, screen: Screen) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from carryover import provenance
 from carryover.drafters import checkpoint
+from carryover.drafters.shipped import drafter_folder
 from carryover.errors import ConfigError
 from carryover.runtime import has_fast_bfloat16
 from carryover.targets import file_sha256, resolve
@@ -46,7 +47,8 @@ def train(
     Args:
         config: the run's settings; relative paths are relative to the working folder.
         kind: which training.
-        start_from: the checkpoint that carryover training and its control begin at.
+        start_from: the checkpoint that carryover training and its control begin at; a baseline
+            may begin at one, to be trained longer or in the other regime.
         restart: delete the run of this name first.
         tracking_uri: see `carryover.tracking.store_uri`.
         tracker: records the run, in place of the store at `tracking_uri`.
@@ -62,11 +64,11 @@ def train(
             "no responses to train on; give --data PATH, made with `platform data regenerate`"
         )
     config = config.resolved(fast_bfloat16=has_fast_bfloat16())
-    if (start_from is None) != (kind == "baseline"):
-        raise ConfigError("carryover and control training begin at a checkpoint, baselines do not")
+    if start_from is None and kind != "baseline":
+        raise ConfigError("carryover and control training begin at a checkpoint")
     if start_from is not None:
-        start_from = Path(start_from).resolve()
-        config = continue_from(start_from, config)
+        start_from = drafter_folder(start_from).resolve()
+        config = continue_from(start_from, config, kind=kind)
     tracker = tracker or Tracker(tracking_uri)
     tracker.open(config.experiment)
     assignment = _assign(config, kind)
@@ -142,8 +144,11 @@ def _assign(config: TrainConfig, kind: Kind) -> Assignment:
     )
 
 
-def continue_from(start_from: Path, config: TrainConfig) -> TrainConfig:
-    """The settings of carryover or control training from a checkpoint.
+def continue_from(start_from: Path, config: TrainConfig, *, kind: Kind) -> TrainConfig:
+    """The settings of training that begins at a checkpoint: the drafter's shape is that one's.
+
+    Carryover training and its control keep the regime, and take epochs and learning rate from
+    `continuation`.
 
     Raises:
         CheckpointError: not a checkpoint.
@@ -159,6 +164,8 @@ def continue_from(start_from: Path, config: TrainConfig) -> TrainConfig:
             "mask_token_id": found["mask_token_id"],
         }
     )
+    if kind == "baseline":
+        return config.model_copy(update={"drafter": drafter})
     return config.continued(regime=found["regime"], drafter=drafter)
 
 
@@ -179,7 +186,20 @@ def _initialise(assignment: Assignment, data: Data, start_from: Path | None, fol
     """Write the drafter before the first step."""
     config, target = assignment.config, assignment.target
     record = {"training": assignment.kind, "run": config.name, "step": 0}
-    if start_from is None:
+    drafter = None
+    if start_from is not None:
+        drafter = checkpoint.load(start_from, target)
+        record["from"] = str(start_from)
+        if assignment.kind != "carryover" and drafter.carried_settings is not None:
+            raise ConfigError(
+                f"{start_from} has carried context; a baseline and the control begin at a baseline "
+                "checkpoint, such as the one that carryover training began at"
+            )
+    if assignment.kind == "carryover":
+        drafter.add_carried_context(config.carried)
+    elif assignment.kind == "baseline" and (
+        drafter is None or checkpoint.regime_of(drafter) != config.regime
+    ):
         counts = data.corpus.token_counts(data.split.train_N, target.identity()["vocab_size"])
         drafter = checkpoint.initialise(
             config.regime,
@@ -187,17 +207,8 @@ def _initialise(assignment: Assignment, data: Data, start_from: Path | None, fol
             config.drafter,
             token_counts={token: int(counts[token]) for token in counts.nonzero()[0].tolist()},
             seed=config.seed,
+            like=drafter,
         )
-    else:
-        drafter = checkpoint.load(start_from, target)
-        record["from"] = str(start_from)
-        if assignment.kind == "carryover":
-            drafter.add_carried_context(config.carried)
-        elif drafter.carried_settings is not None:
-            raise ConfigError(
-                f"{start_from} has carried context; the control begins at the baseline checkpoint "
-                "that carryover training began at"
-            )
     checkpoint.save(drafter, folder, {**record, **provenance.collect()})
 
 

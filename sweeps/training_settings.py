@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from carryover.config import Config
+from carryover.drafters.shipped import DrafterFolder
 from carryover.errors import ConfigError
 from carryover.training.config import TrainConfig
 from sweeps.settings import SearchSettings
@@ -49,7 +50,7 @@ class TrainingSweepConfig(Config):
 
     train: TrainConfig = Field(description="as for `platform train`; what is not swept")
     kind: Literal["baseline", "carryover", "control"] = "baseline"
-    start_from: Path | None = Field(
+    start_from: DrafterFolder | None = Field(
         default=None, description="checkpoint that carryover and control training begin at"
     )
     values: dict[str, list[bool | int | float | str | None]] = Field(

@@ -246,7 +246,7 @@ def test_errors_before_anything_starts(tmp_path, monkeypatch, reference):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="no responses to train on; give --data"):
         run_job(TrainConfig())
-    with pytest.raises(ConfigError, match="begin at a checkpoint, baselines do not"):
+    with pytest.raises(ConfigError, match="training begin at a checkpoint"):
         run_job(TrainConfig(data="x"), kind="carryover")
     path = write_config(tmp_path, reference, data="nowhere.parquet")
     with pytest.raises(DataError, match="no responses at"):

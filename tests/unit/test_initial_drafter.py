@@ -5,11 +5,13 @@ import torch
 import transformers
 from training_cases import make_drafter, random_batch
 
+from carryover.drafters.drafting import draft
 from carryover.drafters.mask_token import find_mask_token
 from carryover.drafters.settings import DrafterSettings, resolve_layer_ids
 from carryover.errors import ConfigError, TargetError
 from carryover.targets import resolve
 from carryover.testing import tiny_config, tiny_tokenizer
+from carryover.training.anchors import anchored_blocks
 from carryover.training.verification import read_target
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3", "gemma4")
@@ -217,3 +219,27 @@ class TestMaskToken:
         tokenizer = tiny_tokenizer()
         tokenizer.mask_token = tokenizer.pad_token
         assert find_mask_token(tokenizer, self.config()) == 3
+
+
+@pytest.mark.parametrize("vocabulary", [None, 3])
+def test_a_drafter_of_the_other_regime_takes_over_and_drafts_the_same(tiny_llama, vocabulary):
+    """A Markov head that was just added biases nothing; taken off again, nothing is lost."""
+    counts = {10: 5, 20: 9, 30: 1, 40: 7}
+    shape = {"draft_vocab_size": vocabulary, "token_counts": counts if vocabulary else None}
+    first = make_drafter(tiny_llama, seed=1, **shape)
+    shape["token_counts"] = {50: 3, 60: 2, 70: 1}  # other responses: the vocabulary stays
+    markov = make_drafter(tiny_llama, "markov", seed=2, like=first, **shape)
+    batch = random_batch([(4, 20)])
+    blocks = anchored_blocks(batch, torch.tensor([5, 9]))
+    for drafter in (markov, make_drafter(tiny_llama, seed=3, like=markov, **shape)):
+        with torch.no_grad():
+            expected = draft(first, batch.context, blocks)
+            assert torch.equal(draft(drafter, batch.context, blocks), expected)
+    markov.fc.weight.data.add_(1.0)
+    assert not torch.equal(markov.fc.weight, first.fc.weight)
+
+
+def test_a_drafter_of_another_shape_cannot_be_taken_over(tiny_llama):
+    wide = make_drafter(tiny_llama, intermediate_size=96)
+    with pytest.raises(ConfigError, match="another shape: layers"):
+        make_drafter(tiny_llama, "markov", like=wide, intermediate_size=64)

@@ -12,7 +12,9 @@ from carryover.training.verification import read_target
 LAYER_IDS = (1, 3)
 
 
-def make_drafter(folder, regime="dflash", *, carried=None, token_counts=None, seed=0, **settings):
+def make_drafter(
+    folder, regime="dflash", *, carried=None, token_counts=None, seed=0, like=None, **settings
+):
     """An untrained drafter for the tiny target in `folder`."""
     defaults = {"num_layers": 2, "target_layer_ids": LAYER_IDS, "markov_rank": 16}
     settings = {**defaults, "start": "random", **settings}
@@ -22,6 +24,7 @@ def make_drafter(folder, regime="dflash", *, carried=None, token_counts=None, se
         DrafterSettings(**settings),
         token_counts=token_counts,
         seed=seed,
+        like=like,
     )
     if carried is not None:
         drafter.add_carried_context(carried)

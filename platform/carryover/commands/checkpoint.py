@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from carryover.diagnostics.replay import Recall, Replay
     from carryover.drafters.verify import VerifyReport
 
-PathArgument = Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint folder.")]
+PathArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PATH", help="Checkpoint folder, or a shipped drafter such as embedded:dflash."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -56,7 +61,9 @@ def show(path: PathArgument, as_json: JsonOption = False) -> None:
     Regime, shape, target, carried context, provenance.
     """
     from carryover.drafters.checkpoint import describe
+    from carryover.drafters.shipped import drafter_folder
 
+    path = drafter_folder(path)
     described = describe(path)
     if as_json:
         _print_json(described)
@@ -84,8 +91,10 @@ def verify(
 
     from dataclasses import asdict
 
+    from carryover.drafters.shipped import drafter_folder
+
     with log_console().status("starting vLLM with the drafter"):
-        report = _verify(path, target)
+        report = _verify(drafter_folder(path), target)
     if as_json:
         _print_json({**asdict(report), "acceptance_length": report.acceptance_length})
     else:
@@ -120,8 +129,10 @@ def replay(
     """
     from carryover.commands.options import progress
     from carryover.diagnostics.session import ReplayJob, run_replay
+    from carryover.drafters.shipped import drafter_folder
 
-    job = ReplayJob(path, data, baseline, target, max_responses)
+    before = None if baseline is None else drafter_folder(baseline)
+    job = ReplayJob(drafter_folder(path), data, before, target, max_responses)
     with progress() as bars:
         task = bars.add_task("rounds", total=None, rate="")
         found = run_replay(job, on_rounds=lambda count: bars.advance(task, count))

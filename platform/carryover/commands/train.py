@@ -35,7 +35,19 @@ NameOption = Annotated[
 ]
 FromOption = Annotated[
     Path,
-    typer.Option("--from", metavar="CHECKPOINT", help="Baseline checkpoint to begin at."),
+    typer.Option(
+        "--from",
+        metavar="CHECKPOINT",
+        help="Baseline checkpoint to begin at: a folder, or embedded:dflash.",
+    ),
+]
+BaselineFromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="CHECKPOINT",
+        help="Begin at the weights of this baseline drafter, of the same regime or the other.",
+    ),
 ]
 RestartOption = Annotated[
     bool, typer.Option("--restart", help="Delete the run of this name and train it again.")
@@ -51,9 +63,12 @@ SkipVerifyOption = Annotated[
         "platform train baseline --config jobs/configs/embedded.yaml --data runs/data/responses",
         "platform train baseline -c jobs/configs/embedded.yaml -d FILE.jsonl --set max_steps=200",
         "platform train baseline -c jobs/configs/embedded.yaml --set optimizer.lr=1e-3 --dry-run",
+        "platform train baseline -c jobs/configs/embedded.yaml -d runs/data/responses "
+        "--from runs/train/embedded/best --name embedded-markov --set regime=markov",
     )
 )
 def baseline(
+    start_from: BaselineFromOption = None,
     config: ConfigOption = None,
     data: DataOption = None,
     name: NameOption = None,
@@ -63,12 +78,15 @@ def baseline(
     dry_run: DryRunOption = False,
     tracking_uri: TrackingUriOption = None,
 ) -> None:
-    """Train a DFlash or Markov drafter from scratch.
+    """Train a DFlash or Markov drafter, from scratch or from an earlier one.
 
     The same command again continues a run that was stopped or killed, and reuses a finished one.
     Ctrl-C stops after the current step and leaves a checkpoint.
     """
-    _run("baseline", config, data, name, set_, restart, skip_verify, dry_run, tracking_uri)
+    _run(
+        "baseline", config, data, name, set_, restart, skip_verify, dry_run, tracking_uri,
+        start_from,
+    )  # fmt: skip
 
 
 @app.command(
@@ -193,9 +211,10 @@ def _run(
         settings = settings.model_copy(update={"name": f"{settings.name}-{kind}"})
     if dry_run:
         if start_from is not None:
+            from carryover.drafters.shipped import drafter_folder
             from jobs.train import continue_from
 
-            settings = continue_from(start_from, settings)
+            settings = continue_from(drafter_folder(start_from), settings, kind=kind)
         show_config(settings)
         return
     from jobs.train import train

@@ -165,6 +165,11 @@ def describe(folder: str | Path) -> dict[str, Any]:
     }
 
 
+def regime_of(drafter: BlockDrafter) -> str:
+    """A key of `DRAFTERS`."""
+    return "dflash" if drafter.markov_head is None else "markov"
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read and check a checkpoint's `config.json`.
 

@@ -30,6 +30,7 @@ def initialise(
     *,
     token_counts: Mapping[int, int] | None = None,
     seed: int = 0,
+    like: BlockDrafter | None = None,
 ) -> BlockDrafter:
     """Make an untrained drafter, in float32 on CPU.
 
@@ -40,6 +41,8 @@ def initialise(
         token_counts: how often each token occurs in the responses; chooses a reduced
             vocabulary, and shows that the mask token is unused.
         seed: of the weights that are random.
+        like: a drafter of the same shape and of the other regime, whose weights it takes over. A
+            new Markov head then starts as none: its second factor is zero.
 
     Raises:
         ConfigError: settings that do not fit the target.
@@ -92,10 +95,24 @@ def initialise(
     if d2t is not None:
         drafter.load_vocab_mappings(t2d, d2t)
     borrow_target_weights(drafter, target, lm_head=True)
-    if settings.start == "target":
+    if like is not None:
+        _take_over(drafter, like)
+        borrow_target_weights(drafter, target, lm_head=False)
+    elif settings.start == "target":
         start_from_target(drafter, target)
     drafter.target_identity = target.identity()
     return drafter
+
+
+def _take_over(drafter: BlockDrafter, like: BlockDrafter) -> None:
+    own = drafter.state_dict()
+    shared = {name: value for name, value in like.state_dict().items() if name in own}
+    misfits = [name for name, value in shared.items() if value.shape != own[name].shape]
+    if misfits:
+        raise ConfigError(f"the drafter to begin at has another shape: {', '.join(misfits[:4])}")
+    drafter.load_state_dict(shared, strict=False)
+    if drafter.markov_head is not None:
+        torch.nn.init.zeros_(drafter.markov_head.markov_w2.weight)
 
 
 def _layer_config(settings: DrafterSettings, config: PretrainedConfig) -> Qwen3Config:

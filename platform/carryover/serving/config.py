@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from carryover.config import Config
+from carryover.drafters.shipped import DrafterFolder
 from carryover.engine import EngineConfig
 from carryover.errors import ConfigError
 from carryover.runtime import has_gpu
@@ -49,8 +50,10 @@ class Arm(Config):
     """One deployment of the target: autoregressive, or with a drafter."""
 
     name: Name = Field(description="Unique; also the arm's model id.")
-    drafter: Path | None = Field(
-        default=None, description="Drafter checkpoint folder; null decodes autoregressively."
+    drafter: DrafterFolder | None = Field(
+        default=None,
+        description="Drafter checkpoint folder, or a shipped one (embedded:dflash); null decodes "
+        "autoregressively.",
     )
     num_speculative_tokens: int | None = Field(
         default=None, ge=1,

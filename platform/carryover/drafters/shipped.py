@@ -1,0 +1,112 @@
+"""Drafters for the embedded target that come with this package.
+
+They lie in `shipped/NAME` as 16-bit checkpoints without the LM head, whose rows are the target's
+own: `unpack` puts those back, once, into the user's cache. Wherever a drafter's folder is asked
+for, `embedded:NAME` stands for one of these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from carryover.errors import CheckpointError
+from carryover.targets import EMBEDDED, cache_folder, resolve
+
+PREFIX = f"{EMBEDDED}:"
+FOLDER = Path(__file__).parent / "shipped"
+_WEIGHTS, _HEAD = "model.safetensors", "lm_head.weight"
+
+
+def shipped_names() -> list[str]:
+    """Names of the shipped drafters, with `PREFIX`."""
+    return sorted(PREFIX + path.parent.name for path in FOLDER.glob(f"*/{_WEIGHTS}"))
+
+
+def drafter_folder(name: str | Path) -> Path:
+    """The checkpoint folder that a user's words stand for.
+
+    Args:
+        name: a folder, which need not exist, or a shipped drafter as `shipped_names` calls it.
+
+    Raises:
+        CheckpointError: no shipped drafter is called so.
+        TargetError: the embedded target, whose LM head it needs, cannot be made.
+    """
+    text = str(name)
+    if not text.startswith(PREFIX):
+        return Path(name).expanduser()
+    if text not in shipped_names():
+        known = ", ".join(shipped_names()) or "none in this build"
+        raise CheckpointError(f"no shipped drafter is called {text!r}; there are: {known}")
+    return unpack(FOLDER / text.removeprefix(PREFIX))
+
+
+DrafterFolder = Annotated[Path, BeforeValidator(drafter_folder)]
+"""In a configuration: a checkpoint's folder, or the name of a shipped drafter."""
+
+
+def pack(folder: Path, out: Path) -> Path:
+    """Write a checkpoint of the embedded target without the LM head, to be shipped.
+
+    Args:
+        folder: a checkpoint over a reduced vocabulary, as `export` writes it.
+        out: a folder that is not there yet.
+
+    Raises:
+        CheckpointError: the head is not the target's, so that it could not be put back.
+    """
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / _WEIGHTS)
+    head = tensors.pop(_HEAD, None)
+    if head is not None and not head.equal(_head(tensors).to(head.dtype)):
+        raise CheckpointError(f"{folder}: its LM head is not the embedded target's; ship it whole")
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns(_WEIGHTS))
+    save_file(tensors, out / _WEIGHTS, metadata={"format": "pt"})
+    return out
+
+
+def unpack(packed: Path) -> Path:
+    """Put a packed checkpoint together in the user's cache, unless it is there.
+
+    Returns:
+        The folder of the whole checkpoint.
+    """
+    from filelock import FileLock
+
+    version = hashlib.sha256((packed / _WEIGHTS).read_bytes()).hexdigest()[:12]
+    folder = cache_folder() / "drafters" / f"{packed.name}-{version}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            _put_together(packed, folder)
+    return folder
+
+
+def _put_together(packed: Path, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(packed / _WEIGHTS)
+    if "t2d" in tensors:
+        tensors[_HEAD] = _head(tensors)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        made = Path(scratch) / "whole"
+        shutil.copytree(packed, made, ignore=shutil.ignore_patterns(_WEIGHTS))
+        save_file(tensors, made / _WEIGHTS, metadata={"format": "pt"})
+        os.replace(made, folder)
+
+
+def _head(tensors: dict) -> object:
+    """The rows of the target's LM head that a reduced vocabulary keeps, [V, D] in float32."""
+    from carryover.drafters.target_weights import read_tensors
+
+    # The embedded target's embedding and LM head are one matrix.
+    name = "embed_tokens.weight"
+    return read_tensors([name], resolve(EMBEDDED))[name].float()[tensors["t2d"].bool()].contiguous()
