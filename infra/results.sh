@@ -24,6 +24,13 @@ read -ra regimes <<<"${REGIMES:-dflash markov}"
 read -ra seeds <<<"${SEEDS:-1 2 3}"
 read -ra extra <<<"${EXTRA:-}"
 num_prompts=${NUM_PROMPTS:-2400} num_eval=${NUM_EVAL:-96}
+
+# Cores that multiply in bfloat16 train and write text in it, 1.6 times as fast; benches stay at
+# the engines' default.
+train_fast=() write_fast=()
+if grep -qw -e avx512_bf16 -e amx_bf16 /proc/cpuinfo; then
+  train_fast=(--set precision=bfloat16) write_fast=(--set engine.dtype=bfloat16)
+fi
 platform=${CARRYOVER_VENV:-.venv}/bin/platform
 config=jobs/configs/$subject.yaml results=runs/results/$subject
 [ "$subject" = embedded ] && target=embedded || target=runs/targets/laboratory/best
@@ -31,8 +38,8 @@ config=jobs/configs/$subject.yaml results=runs/results/$subject
 step() { printf '\n==> %s\n' "$*"; "$@"; }
 
 data() {
-  step "$platform" data synthesize -n "$num_prompts"
-  step "$platform" data regenerate
+  step "$platform" data synthesize -n "$num_prompts" ${write_fast[@]+"${write_fast[@]}"}
+  step "$platform" data regenerate ${write_fast[@]+"${write_fast[@]}"} --set max_new_tokens=192
   responses=runs/data/responses
   if [ "$subject" = laboratory ]; then
     step "$platform" train target -c jobs/configs/laboratory_target.yaml -d "$responses" \
@@ -48,12 +55,12 @@ drafters() {
   for regime in "${regimes[@]}"; do
     name=$subject-$regime
     step "$platform" train baseline -c "$config" -d "$responses" --name "$name" \
-      --set "regime=$regime" ${extra[@]+"${extra[@]}"}
+      --set "regime=$regime" ${train_fast[@]+"${train_fast[@]}"} ${extra[@]+"${extra[@]}"}
     for seed in "${seeds[@]}"; do
       for kind in carryover control; do
         step "$platform" train "$kind" -c "$config" -d "$responses" --name "$name-$kind-$seed" \
           --from "runs/train/$name/best" --set "seed=$seed" --skip-verify \
-          ${extra[@]+"${extra[@]}"}
+          ${train_fast[@]+"${train_fast[@]}"} ${extra[@]+"${extra[@]}"}
       done
     done
   done

@@ -22,6 +22,12 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Two files of tests run side by side: engines that spread over all cores would wait for each
+    # other, spinning, at every operator of a tiny model.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
 REPOSITORY = Path(__file__).parent.parent
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -128,6 +128,25 @@ def test_the_page_holds_what_was_planted(results, whole, tmp_path):
         assert (tmp_path / "docs" / name).read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_page_can_be_made_again_without_the_store(results, whole, tmp_path, store):
+    """From the runs that were kept beside it, in which nothing tells of the machine."""
+    assert results(*whole)[0] == 0
+    docs = tmp_path / "docs"
+    page = (docs / "RESULTS.md").read_text()
+    kept = sorted((docs / "results" / "runs").iterdir())
+    assert [file.suffix for file in kept].count(".parquet") == 2 and len(kept) == 7
+    told = "".join(file.read_text() for file in kept if file.suffix == ".json")
+    assert str(tmp_path) not in told and "carryover.host" not in told and "LD_PRELOAD" not in told
+    (docs / "RESULTS.md").unlink()
+    elsewhere = ["--tracking-uri", f"sqlite:///{tmp_path}/empty.db"]
+    assert results(*whole, arguments=elsewhere)[0] == 0
+    assert (docs / "RESULTS.md").read_text() == page
+    assert results(*whole, arguments=[*elsewhere, "--check"])[0] == 0
+    kept[0].write_text("{")
+    code, said = results(*whole, arguments=elsewhere)
+    assert code == 2 and "restore it" in said
+
+
 def check_goals(text):
     found = goals(text)
     gain = "acceptance gain over the {} at T=0, offline"

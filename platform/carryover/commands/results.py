@@ -45,7 +45,8 @@ def results(
     """Write the results page from MLflow's runs: goals, tables, figures, where they come from.
 
     The configuration names benches and training runs. Every figure is computed from the requests
-    that the benches recorded, never from local files, and the same runs always give the same page.
+    that the benches recorded, and the same runs always give the same page. They are kept beside the
+    page, from where it can be made again without the store.
     """
     from carryover.errors import ConfigError
     from carryover.results.config import ResultsConfig
@@ -60,17 +61,21 @@ def results(
         show_config(settings)
         return
     from carryover.results.document import differences, picture_folder, write_page
+    from carryover.results.kept import KeptRuns
     from carryover.results.page import make_page
     from carryover.results.runs import RunReader
     from carryover.tracking import Tracker
 
+    kept = KeptRuns(picture_folder(out) / "runs")
+    reader = RunReader(Tracker(tracking_uri), kept)
     with log_console().status("reading runs") as status:
         page = make_page(
-            settings, RunReader(Tracker(tracking_uri)), folder=picture_folder(out).name,
+            settings, reader, folder=picture_folder(out).name,
             on_section=lambda name: status.update(f"computing {name}"),
         )  # fmt: skip
     if not check:
         write_page(page, out)
+        reader.keep(kept)
         typer.echo(f"{out} and {len(page.pictures)} figures in {picture_folder(out)}")
         return
     said = differences(page, out)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 from carryover.bench.compare import find_run_id
 from carryover.bench.outputs import ROWS
@@ -114,16 +114,41 @@ class BenchRun:
         return sorted({arm for _, arm in self.by_arm})
 
 
+class Kept(Protocol):
+    """Runs kept elsewhere: `carryover.results.kept.KeptRuns`."""
+
+    def find(self, name: str, experiments: Sequence[str]) -> str | None:
+        """The id of a kept run."""
+
+    def record(self, run_id: str) -> RunRecord:
+        """A run's record."""
+
+    def bench(self, run_id: str) -> BenchRun:
+        """A bench and its requests."""
+
+    def keep(
+        self, record: RunRecord, bench: BenchRun | None = None, rows: Path | None = None
+    ) -> None:
+        """Write a run."""
+
+
+class MissingRun(ConfigError):
+    """MLflow has no such run."""
+
+
 class RunReader:
     """Finds and reads runs, each once.
 
     Args:
         tracker: of the store.
+        kept: runs to read where the store has none of that name.
     """
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: Tracker, kept: Kept | None = None) -> None:
         self._tracker = tracker
+        self._kept = kept
         self._benches: dict[str, BenchRun] = {}
+        self._records: dict[str, RunRecord] = {}
 
     def bench(self, name: str, mode: str) -> BenchRun:
         """Read a bench.
@@ -135,19 +160,16 @@ class RunReader:
         Raises:
             ConfigError: no such bench, or several, or one of the other mode or without rows.
         """
-        found = self._find(find_run_id(name), BENCH)
+        found = self._find_or_kept(find_run_id(name), BENCH)
+        if isinstance(found, str):
+            return _of_mode(self._kept.bench(found), mode, name)
         recorded = found.data.tags.get("carryover.bench")
         if recorded is None or "mlflow.parentRunId" in found.data.tags:
             raise ConfigError(f"run {name!r} ({found.info.run_name!r}) is no bench")
-        if recorded != mode:
-            raise ConfigError(
-                f"run {name!r} is an {recorded} bench and is listed as {mode}; "
-                "the two are never mixed, so move it to the other list"
-            )
         run_id = found.info.run_id
         if run_id not in self._benches:
             self._benches[run_id] = self._read_bench(found)
-        return self._benches[run_id]
+        return _of_mode(self._benches[run_id], mode, name)
 
     def training(self, name: str) -> RunRecord:
         """Read a training run of a drafter or of a small target, by name or id.
@@ -155,10 +177,10 @@ class RunReader:
         Raises:
             ConfigError: no such run, several, or one that is no training.
         """
-        found = self._find(name, TRAIN, TARGETS)
-        if "carryover.training" not in found.data.tags:
-            raise ConfigError(f"run {name!r} ({found.info.run_name!r}) is no training run")
-        return self._record(found)
+        record = self._any(name, TRAIN, TARGETS)
+        if "carryover.training" not in record.tags:
+            raise ConfigError(f"run {name!r} ({record.name!r}) is no training run")
+        return record
 
     def any(self, name: str) -> RunRecord:
         """Read a bench's or training's record, by name or id.
@@ -166,7 +188,36 @@ class RunReader:
         Raises:
             ConfigError: no such run, or several.
         """
-        return self._record(self._find(name, TRAIN, TARGETS, BENCH))
+        return self._any(name, TRAIN, TARGETS, BENCH)
+
+    def keep(self, kept: Kept) -> None:
+        """Write all runs that were read from the store."""
+        client = self._tracker.client()
+        for run_id, run in self._benches.items():
+            with TemporaryDirectory() as folder:
+                rows = Path(client.download_artifacts(run_id, ROWS, folder))
+                kept.keep(run.record, run, rows)
+        for run_id, record in self._records.items():
+            if run_id not in self._benches:
+                kept.keep(record)
+
+    def _any(self, name: str, *experiments: str) -> RunRecord:
+        found = self._find_or_kept(name, *experiments)
+        if isinstance(found, str):
+            return self._kept.record(found)
+        record = self._record(found)
+        self._records[record.id] = record
+        return record
+
+    def _find_or_kept(self, name: str, *experiments: str) -> Any:
+        """MLflow's run, or the id of a kept one."""
+        try:
+            return self._find(name, *experiments)
+        except MissingRun:
+            found = self._kept.find(name, experiments) if self._kept else None
+            if found is None:
+                raise
+            return found
 
     def _find(self, name: str, *experiments: str) -> Any:
         client = self._tracker.client()
@@ -208,7 +259,7 @@ class RunReader:
             if not token:
                 return
 
-    def _missing(self, name: str, experiments: Sequence[str]) -> ConfigError:
+    def _missing(self, name: str, experiments: Sequence[str]) -> MissingRun:
         found = [
             f"{run.info.run_name!r} ({run.info.run_id}, {_started(run)})"
             for run in self._parents(experiments)
@@ -216,7 +267,7 @@ class RunReader:
         listed = ", ".join(found[:_LISTED]) or "none"
         more = f", and {len(found) - _LISTED} older ones" if len(found) > _LISTED else ""
         where = " or ".join(repr(each) for each in experiments)
-        return ConfigError(
+        return MissingRun(
             f"no run {name!r} in the experiment {where} of {self._tracker.display_uri}; "
             f"it has: {listed}{more}"
         )
@@ -251,6 +302,15 @@ class RunReader:
                 info.experiment_id).name, info.status, _started(found), data.params, data.metrics,
             data.tags,
         )  # fmt: skip
+
+
+def _of_mode(run: BenchRun, mode: str, name: str) -> BenchRun:
+    if run.mode != mode:
+        raise ConfigError(
+            f"run {name!r} is an {run.mode} bench and is listed as {mode}; "
+            "the two are never mixed, so move it to the other list"
+        )
+    return run
 
 
 def _started(run: Any) -> str:
