@@ -28,7 +28,7 @@ from carryover.data.responses import RESPONSES
 from carryover.data.store import is_store, read_store
 from carryover.data.synthesis import SynthesizeConfig
 from carryover.drafters import checkpoint
-from carryover.drafters.shipped import DrafterFolder
+from carryover.drafters.shipped import DrafterFolder, drafter_folder
 from carryover.serving.config import ServeConfig
 from carryover.serving.endpoint import running
 from carryover.targets import resolve
@@ -115,12 +115,14 @@ class DemoOutcome:
     Attributes:
         bench: the comparison of the arms.
         drafter: the Carryover checkpoint.
+        baseline_trained_before: whether the baseline was not trained here.
         seconds: of the whole demo.
         tracking_uri: MLflow store that holds the records.
     """
 
     bench: BenchResult
     drafter: Path
+    baseline_trained_before: bool
     seconds: float
     tracking_uri: str
 
@@ -147,7 +149,7 @@ def run_demo(
             baseline = trained.best
             end(_describe(trained), reused=trained.reused)
         else:
-            baseline = config.baseline
+            baseline = drafter_folder(config.baseline)
             end(_describe_trained(baseline))
     with _stage(screen, 5, "carryover") as end:
         carryover = train(
@@ -168,7 +170,13 @@ def run_demo(
             )
             result = run_bench(bench, tracker=tracker, on_progress=progress)
             end(f"{len(result.requests)} requests; rows in {_short(result.folder)}")
-    return DemoOutcome(result, carryover.best, time.monotonic() - started, tracker.display_uri)
+    return DemoOutcome(
+        bench=result,
+        drafter=carryover.best,
+        baseline_trained_before=config.baseline is not None,
+        seconds=time.monotonic() - started,
+        tracking_uri=tracker.display_uri,
+    )
 
 
 def _describe(outcome: Outcome) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from carryover.config import Config
+from carryover.drafters.shipped import drafter_folder
 from carryover.engine import EngineConfig
 from carryover.errors import ConfigError
 from carryover.serving.config import Arm, Name, ServeConfig
@@ -160,7 +161,7 @@ class SweepConfig(Config):
         arms = [
             arm
             if arm.drafter is None
-            else arm.model_copy(update={"drafter": arm.drafter.expanduser().absolute()})
+            else arm.model_copy(update={"drafter": drafter_folder(arm.drafter).absolute()})
             for arm in self.serve.arms
         ]
         target, prompts = Path(self.serve.target).expanduser(), Path(self.prompts).expanduser()

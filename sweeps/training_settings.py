@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from carryover.config import Config
-from carryover.drafters.shipped import DrafterFolder
+from carryover.drafters.shipped import DrafterFolder, drafter_folder
 from carryover.errors import ConfigError
 from carryover.training.config import TrainConfig
 from sweeps.settings import SearchSettings
@@ -91,7 +91,7 @@ class TrainingSweepConfig(Config):
         return self.model_copy(
             update={
                 "train": self.train.model_copy(update=update),
-                "start_from": None if start is None else start.expanduser().absolute(),
+                "start_from": None if start is None else drafter_folder(start).absolute(),
                 "out": self.out.expanduser().absolute(),
             }
         )

@@ -28,6 +28,8 @@ def folder(tmp_path_factory) -> Path:
     for section in ("synthesize", "regenerate", "train", "serve"):
         config[section]["target"] = str(folder / "target")
     config["num_bench_prompts"] = 2
+    config["baseline"] = None  # the one that is shipped is for another target
+    config["serve"]["arms"][1]["drafter"] = "runs/demo/train/baseline/best"
     config["synthesize"] |= {
         "num_prompts": 16, "min_tokens": 3, "max_tokens": 24, "near_duplicate": 1.0,
         "engine": ENGINE,

@@ -165,10 +165,17 @@ def export(
     license_id: Annotated[
         str, typer.Option("--license", metavar="SPDX", help="Licence of the weights.")
     ] = "apache-2.0",
+    packed: Annotated[
+        bool,
+        typer.Option(
+            "--packed", help="Leave out the embedded target's LM head, to ship in this package."
+        ),
+    ] = False,
     tracking_uri: TrackingUriOption = None,
 ) -> None:
     """Write a drafter to give away: 16-bit weights, no trace of this machine, and a model card."""
     from carryover.drafters.export import export as write
+    from carryover.drafters.shipped import drafter_folder
 
     figures = ""
     if bench:
@@ -177,8 +184,8 @@ def export(
 
         figures = markdown_figures(read_runs(Tracker(tracking_uri), bench))
     folder = write(
-        path, out, dtype=dtype.value, license_id=license_id, data=data, figures=figures,
-        limits=limits,
+        drafter_folder(path), out, dtype=dtype.value, license_id=license_id, data=data,
+        figures=figures, limits=limits, packed=packed,
     )  # fmt: skip
     size = sum(file.stat().st_size for file in folder.iterdir())
     typer.echo(f"{folder}: {size / 1e6:.1f} MB; its card is {folder / 'README.md'}")

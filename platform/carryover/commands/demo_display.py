@@ -80,9 +80,14 @@ def show_outcome(console: Console, outcome: DemoOutcome) -> None:
     console.print(result_table(outcome.bench))
     for remark in remarks(outcome.bench):
         console.print(f"[yellow]note[/] {escape(remark)}", highlight=False)
+    short = (
+        "The Carryover arm went on from the baseline for a few steps on a few dozen responses: "
+        if outcome.baseline_trained_before
+        else "The drafters were trained for minutes on a few dozen responses: "
+    )
     console.print(
-        "Ratios are over the reference arm, the target alone; brackets are 95% intervals. Drafters "
-        "that were trained for minutes on a few dozen responses show the path, not the gain.",
+        "Ratios are over the reference arm, the target alone; brackets are 95% intervals. "
+        f"{short}that shows the path, not the gain, which docs/RESULTS.md measures.",
         highlight=False,
     )
     console.print(

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from carryover.drafters import checkpoint
+from carryover.drafters.shipped import pack
 from carryover.durable import write_whole
 from carryover.errors import CheckpointError, ConfigError
 
@@ -28,6 +29,7 @@ def export(
     data: str = "",
     figures: str = "",
     limits: str = "",
+    packed: bool = False,
 ) -> Path:
     """Write a checkpoint for others: the same drafter, rounded to `dtype`, with a model card.
 
@@ -39,6 +41,7 @@ def export(
         data: what it was trained on, a paragraph of Markdown.
         figures: what was measured, Markdown.
         limits: what it should not be used for, a paragraph of Markdown.
+        packed: leave out the LM head, as `shipped.py` describes.
 
     Returns:
         `out`.
@@ -61,6 +64,8 @@ def export(
     drafter.target_identity = {**drafter.target_identity, "name": name}
     record = {key: value for key, value in described["provenance"].items() if key in _KEPT}
     checkpoint.save(drafter, out, record)
+    if packed:
+        pack(out)
     described = {**checkpoint.describe(out), "license": license_id}
     write_whole(
         out / CARD, model_card(described, record, data=data, figures=figures, limits=limits)

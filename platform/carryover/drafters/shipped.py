@@ -42,22 +42,22 @@ def drafter_folder(name: str | Path) -> Path:
     text = str(name)
     if not text.startswith(PREFIX):
         return Path(name).expanduser()
-    if text not in shipped_names():
+    return unpack(FOLDER / _known(text).removeprefix(PREFIX))
+
+
+def _known(name: str) -> str:
+    if name.startswith(PREFIX) and name not in shipped_names():
         known = ", ".join(shipped_names()) or "none in this build"
-        raise CheckpointError(f"no shipped drafter is called {text!r}; there are: {known}")
-    return unpack(FOLDER / text.removeprefix(PREFIX))
+        raise CheckpointError(f"no shipped drafter is called {name!r}; there are: {known}")
+    return name
 
 
-DrafterFolder = Annotated[Path, BeforeValidator(drafter_folder)]
-"""In a configuration: a checkpoint's folder, or the name of a shipped drafter."""
+DrafterFolder = Annotated[Path, BeforeValidator(lambda value: _known(str(value)))]
+"""In a configuration: what `drafter_folder` takes, which whoever uses it must call."""
 
 
-def pack(folder: Path, out: Path) -> Path:
-    """Write a checkpoint of the embedded target without the LM head, to be shipped.
-
-    Args:
-        folder: a checkpoint over a reduced vocabulary, as `export` writes it.
-        out: a folder that is not there yet.
+def pack(folder: Path) -> None:
+    """Take the LM head out of a checkpoint of the embedded target, in place.
 
     Raises:
         CheckpointError: the head is not the target's, so that it could not be put back.
@@ -68,9 +68,7 @@ def pack(folder: Path, out: Path) -> Path:
     head = tensors.pop(_HEAD, None)
     if head is not None and not head.equal(_head(tensors).to(head.dtype)):
         raise CheckpointError(f"{folder}: its LM head is not the embedded target's; ship it whole")
-    shutil.copytree(folder, out, ignore=shutil.ignore_patterns(_WEIGHTS))
-    save_file(tensors, out / _WEIGHTS, metadata={"format": "pt"})
-    return out
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
 
 
 def unpack(packed: Path) -> Path:

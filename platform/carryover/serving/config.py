@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from carryover.config import Config
-from carryover.drafters.shipped import DrafterFolder
+from carryover.drafters.shipped import DrafterFolder, drafter_folder
 from carryover.engine import EngineConfig
 from carryover.errors import ConfigError
 from carryover.runtime import has_gpu
@@ -227,17 +226,18 @@ def engine_setting(engine: EngineConfig, name: str) -> Any:
 
 
 def check_drafters(config: ServeConfig) -> ServeConfig:
-    """Check every arm's checkpoint folder, and return the configuration with proposal lengths set.
+    """Check every arm's checkpoint, and return the configuration with folder and length settled.
 
     Raises:
         ConfigError: a folder is missing or no drafter, or a proposal length exceeds it.
     """
-    arms = [
-        arm
-        if arm.drafter is None
-        else arm.model_copy(update={"num_speculative_tokens": _proposal_length(arm)})
-        for arm in config.arms
-    ]
+    arms = []
+    for arm in config.arms:
+        if arm.drafter is not None:
+            found = arm.model_copy(update={"drafter": drafter_folder(arm.drafter)})
+            length = _proposal_length(found)
+            arm = found.model_copy(update={"num_speculative_tokens": length})
+        arms.append(arm)
     return config.model_copy(update={"arms": arms})
 
 
@@ -300,14 +300,14 @@ def _recorded_target(arm: Arm, values: dict[str, Any]) -> dict[str, Any] | None:
     if "target" in section:
         return section["target"]
     try:
-        provenance = Path(arm.drafter).expanduser() / "provenance.json"
+        provenance = arm.drafter / "provenance.json"
         return json.loads(provenance.read_text(encoding="utf-8")).get("target")
     except (OSError, ValueError, AttributeError):
         return None
 
 
 def _read_drafter(arm: Arm) -> dict[str, Any]:
-    folder = Path(arm.drafter).expanduser()
+    folder = arm.drafter
     if not folder.is_dir():
         raise ConfigError(
             f"arm {arm.name!r}: no drafter folder at {folder}; train one with "
