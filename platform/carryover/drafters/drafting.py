@@ -95,7 +95,11 @@ def _pick(
         hidden_ASD[:, 1:].split(blocks_at_once), anchors_A.split(blocks_at_once), strict=True
     ):
         tokens = []
-        for logits_MV in (hidden_MBD.to(weight_VD.dtype) @ weight_VD.T).unbind(1):
+        # Flat: a product of three dimensions would copy the head once for each block.
+        logits_MBV = (hidden_MBD.flatten(0, 1).to(weight_VD.dtype) @ weight_VD.T).unflatten(
+            0, hidden_MBD.shape[:2]
+        )
+        for logits_MV in logits_MBV.unbind(1):
             markov = drafter.markov_factors(previous_M)
             if markov is not None:
                 embedded_MR, weight_VR = markov
