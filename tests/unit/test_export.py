@@ -14,6 +14,7 @@ from carryover.cli import app
 from carryover.drafters import checkpoint
 from carryover.drafters.export import export
 from carryover.errors import CheckpointError, ConfigError
+from carryover.training.config import TrainConfig
 
 RECORD = {
     "training": "carryover", "run": "try", "step": 40, "num_steps": 60,
@@ -55,7 +56,13 @@ def test_the_export_is_the_same_drafter_rounded(tmp_path, tiny_llama, regime, ca
 def test_nothing_of_the_machine_is_given_away(tmp_path, tiny_llama):
     drafter = make_drafter(tiny_llama)
     drafter.target_identity = {**drafter.target_identity, "name": "some/target"}
-    checkpoint.save(drafter, tmp_path / "whole", {**RECORD, **provenance.collect()})
+    # what a run's record holds: every setting, absolute folders among them
+    config = TrainConfig(
+        data=str(tmp_path / "responses"), runs_folder=str(tmp_path / "runs"),
+        hidden_states={"cache_folder": str(tmp_path / "states")},
+    ).model_dump(mode="json")  # fmt: skip
+    record = {**RECORD, "config": config, **provenance.collect()}
+    checkpoint.save(drafter, tmp_path / "whole", record)
     # the real target has another name here, which is what a hub name is to a local folder
     values = json.loads((tmp_path / "whole" / "config.json").read_text())
     assert str(tiny_llama) in values["speculators_config"]["verifier"]["name_or_path"]
@@ -65,7 +72,7 @@ def test_nothing_of_the_machine_is_given_away(tmp_path, tiny_llama):
     for word in (str(tmp_path), str(tiny_llama), "argv", "hardware", '"user"'):
         assert word not in text, word
     assert found["hardware"]["system"] not in text
-    assert "base_model: some/target" in text
+    assert "base_model: some/target" in text and "lr: 0.0006" in text
 
 
 def test_what_is_given_is_said_and_kept(tmp_path, tiny_llama):

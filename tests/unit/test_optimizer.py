@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from carryover.training.optimizer import OptimizerSettings, build_optimizer, learning_rate
+from carryover.training.optimizer import (
+    OptimizerSettings,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+)
 
 
 def test_the_rate_rises_to_the_peak_and_falls_along_a_cosine():
@@ -37,3 +42,18 @@ def test_matrices_decay_vectors_do_not_and_frozen_weights_are_left_out():
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     assert torch.allclose(model[0].weight, before * (1 - 0.1 * 0.5))
+
+
+def test_the_marker_learns_as_much_faster_as_it_must_grow():
+    model = nn.Linear(2, 2)
+    model.carryover_marker = nn.Parameter(torch.zeros(2))
+    optimizer = build_optimizer(
+        model.named_parameters(), OptimizerSettings(lr=0.1), marker_lr_scale=40.0
+    )
+    set_learning_rate(optimizer, 0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert torch.allclose(model.carryover_marker, torch.full((2,), -0.4))
+    assert torch.allclose(model.weight, before - 0.01, atol=1e-4)

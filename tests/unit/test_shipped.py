@@ -22,17 +22,15 @@ def test_some_are_shipped_and_they_are_small():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_card_says_how_it_came_about_and_nothing_of_the_machine(name):
+def test_its_card_says_how_it_came_about(name):
     folder = shipped.FOLDER / name.removeprefix(shipped.PREFIX)
     card = (folder / "README.md").read_text()
     head = yaml.safe_load(card.split("---")[1])
     assert head["license"] == "apache-2.0" and head["base_model"] == "embedded"
-    for title in ("## How it was trained", "## Data", "## Figures", "## Limits", "## Recipe"):
+    for title in ("## How it was trained", "## Data", "## Limits", "## Recipe"):
         assert title in card
-    for file in folder.iterdir():
-        if file.suffix != ".safetensors":
-            text = file.read_text()
-            assert "/work/" not in text and "/tmp/" not in text and "/root/" not in text
+    recipe = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
+    assert "runs_folder" not in recipe and "hidden_states" not in recipe
     tensors = load_file(folder / "model.safetensors").values()
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     assert {tensor.dtype for tensor in floating} <= {torch.float16, torch.bfloat16}

@@ -17,6 +17,10 @@ from carryover.errors import CheckpointError, ConfigError
 CARD = "README.md"
 # What tells a reader how a drafter came about; the rest of a run's record is about the machine.
 _KEPT = ("training", "run", "step", "num_steps", "evaluation", "config", "python", "packages")
+# Settings of a run that say where it ran and what it kept, not how the drafter was trained.
+_OF_THE_MACHINE = (
+    "data", "hidden_states", "resources", "checkpoints", "runs_folder", "experiment", "verify_first",
+)  # fmt: skip
 _PAPERS = {"dflash": "DFlash (arXiv 2602.06036)", "markov": "DFlash's backbone with a Markov head"}
 
 
@@ -63,7 +67,12 @@ def export(
     drafter.config.speculators_config.verifier.name_or_path = name
     drafter.target_identity = {**drafter.target_identity, "name": name}
     record = {key: value for key, value in described["provenance"].items() if key in _KEPT}
+    if "config" in record:
+        record["config"] = {
+            key: value for key, value in record["config"].items() if key not in _OF_THE_MACHINE
+        }
     checkpoint.save(drafter, out, record)
+    (out / checkpoint.WEIGHTS).chmod(0o644)
     if packed:
         pack(out)
     described = {**checkpoint.describe(out), "license": license_id}

@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import nn
 
 from carryover.config import Config
+from carryover.drafters.carried import MARKER
 
 
 class OptimizerSettings(Config):
@@ -34,6 +35,13 @@ class OptimizerSettings(Config):
     clip_norm: float = Field(
         1.0, gt=0, description="Largest global gradient norm; a larger one is scaled down to it."
     )
+    marker_lr_scale: float | None = Field(
+        None,
+        gt=0,
+        description="The marker of carried rows learns so many times faster than the weights; "
+        "null: as many as a fused state's entry is large (about 40), or it would stay too small "
+        "to be seen.",
+    )
     max_skipped_steps: int = Field(
         10,
         ge=0,
@@ -42,13 +50,28 @@ class OptimizerSettings(Config):
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    settings: OptimizerSettings,
+    *,
+    marker_lr_scale: float = 1.0,
 ) -> torch.optim.AdamW:
-    """AdamW over the parameters that require a gradient."""
-    trainable = [p for _, p in named_parameters if p.requires_grad]
+    """AdamW over the parameters that require a gradient.
+
+    Adam moves every entry by about the rate, whatever its gradient. The marker is added to fused
+    states, whose entries are a thousand times as large as a weight's.
+
+    Args:
+        named_parameters: of the drafter, wrapped or not.
+        settings: rates and decay.
+        marker_lr_scale: of the marker's rate over the others'.
+    """
+    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+    marker = [p for name, p in trainable if name.endswith(MARKER)]
+    others = [p for name, p in trainable if not name.endswith(MARKER)]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+        {"params": marker, "weight_decay": 0.0, "lr_scale": marker_lr_scale},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -71,6 +94,6 @@ def learning_rate(step: int, *, num_steps: int, settings: OptimizerSettings) -> 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use this rate in the next step."""
+    """Use this rate in the next step, and the marker its multiple."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -25,7 +25,7 @@ from carryover.training.batch import Batch
 from carryover.training.carryover import carryover_step
 from carryover.training.checkpointed import Reporter
 from carryover.training.config import TrainConfig
-from carryover.training.evaluate import Acceptance, evaluate, evaluate_carrying
+from carryover.training.evaluate import Acceptance, evaluate, evaluate_carrying, make_batch
 from carryover.training.loop import Material, StepFunction, TrainingLoop
 from carryover.training.packing import Corpus, Split, pack, split
 from carryover.training.snapshots import Progress, Snapshots
@@ -139,10 +139,12 @@ def build_loop(assignment: Assignment, *, workers: Workers, reporter: Reporter) 
     source, step, evaluator = _kind_parts(
         assignment, data, list(drafter.target_layer_ids), workers, reporter
     )
+    drafter = drafter.to(device)
+    material = Material(data.corpus, data.packs, data.held_out, source)
     return TrainingLoop(
         config,
-        Material(data.corpus, data.packs, data.held_out, source),
-        drafter=drafter.to(device),
+        material,
+        drafter=drafter,
         step=step,
         evaluate=evaluator,
         save_drafter=_saver(assignment, drafter),
@@ -151,7 +153,33 @@ def build_loop(assignment: Assignment, *, workers: Workers, reporter: Reporter) 
         reporter=reporter,
         resume_from=resume_from,
         evaluate_first=assignment.kind != "baseline",
+        marker_lr_scale=_marker_lr_scale(assignment, material, drafter, resume_from),
     )
+
+
+def _marker_lr_scale(
+    assignment: Assignment, material: Material, drafter: BlockDrafter, resume_from: Path | None
+) -> float:
+    """As set; else the size of a fused state's entry before the first step, in one pack."""
+    interface, chosen = drafter.carried_settings, assignment.config.optimizer.marker_lr_scale
+    if interface is None or interface.mark != "embedding":
+        return 1.0
+    if chosen is not None:
+        return chosen
+    initial = drafter
+    if resume_from is not None:
+        initial = checkpoint.load(assignment.run_folder / "initial", assignment.target)
+    device = next(drafter.parameters()).device
+    batch = make_batch(material.corpus, material.packs[0], material.source, device=device)
+    return fused_size(initial, batch.hidden_TC)
+
+
+@torch.no_grad()
+def fused_size(drafter: BlockDrafter, hidden_TC: torch.Tensor) -> float:
+    """Root mean square of a fused state's entries, of the median row: some are very large."""
+    weight = drafter.fc.weight
+    fused_TD = drafter.fc(hidden_TC.to(weight.device, weight.dtype)).float()
+    return float(fused_TD.square().mean(-1).sqrt().median())
 
 
 def _kind_parts(
