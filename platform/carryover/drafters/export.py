@@ -19,7 +19,8 @@ CARD = "README.md"
 _KEPT = ("training", "run", "step", "num_steps", "evaluation", "config", "python", "packages")
 # Settings of a run that say where it ran and what it kept, not how the drafter was trained.
 _OF_THE_MACHINE = (
-    "data", "hidden_states", "resources", "checkpoints", "runs_folder", "experiment", "verify_first",
+    "data", "hidden_states", "resources", "checkpoints", "runs_folder", "experiment",
+    "verify_first",
 )  # fmt: skip
 _PAPERS = {"dflash": "DFlash (arXiv 2602.06036)", "markov": "DFlash's backbone with a Markov head"}
 
