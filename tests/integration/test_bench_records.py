@@ -7,7 +7,12 @@ import pytest
 from bench_backends import RuleBackend, run_rule_bench
 from rich.console import Console
 
-from carryover.bench.compare import comparison_remarks, comparison_tables, read_runs
+from carryover.bench.compare import (
+    comparison_remarks,
+    comparison_tables,
+    markdown_figures,
+    read_runs,
+)
 from carryover.bench.records import Condition
 from carryover.errors import ConfigError
 from carryover.tracking import Tracker
@@ -119,3 +124,14 @@ def tracker_folder(tracker):
     from carryover.stores import database_file
 
     return database_file(tracker.uri).parent / "unrecorded"
+
+
+def test_figures_for_a_model_card_are_plain_markdown(store):
+    tracker, first, _ = store
+    text = markdown_figures(read_runs(tracker, [first.run_id]))
+    rows = [line for line in text.splitlines() if line.startswith("| offline")]
+    assert len(rows) == 3 * len(CONDITIONS)
+    assert all(line.count("|") == 6 for line in rows)
+    for mark in ("[dim]", "[/]", "\\["):
+        assert mark not in text
+    assert any("x [" in line for line in rows), "speed-ups have intervals"

@@ -199,6 +199,21 @@ def test_offline_arms_stand_side_by_side_and_give_the_targets_text(engines):
     assert not any(is_engine(child) for child in psutil.Process().children())
 
 
+def test_a_prompt_that_is_too_long_fails_alone(engines, tmp_path):
+    """As a server would answer it with 400: the engine lives on, and the row says why."""
+    prompts = tmp_path / "prompts.jsonl"
+    turns = ["Tell me of rivers.", "river " * 5000, "Tell me of hills."]
+    prompts.write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in turns))
+    update = {
+        "arms": engines.arms[:1], "prompts": str(prompts), "num_prompts": 3, "temperature": [0.0],
+        "out": tmp_path / "out",
+    }  # fmt: skip
+    result = offline.run(engines.model_copy(update=update))
+    refused = [r.response.error for r in result.requests if r.response.error]
+    assert len(refused) == 1 and "context length" in refused[0]
+    assert sum(r.response.output_tokens > 0 for r in result.requests) == 2
+
+
 @pytest.mark.slow
 def test_an_engine_that_dies_is_a_clear_error_and_one_at_a_time_goes_on(engines, monkeypatch):
     from carryover.bench import offline_engines

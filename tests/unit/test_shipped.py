@@ -27,7 +27,7 @@ def test_its_card_says_how_it_came_about(name):
     card = (folder / "README.md").read_text()
     head = yaml.safe_load(card.split("---")[1])
     assert head["license"] == "apache-2.0" and head["base_model"] == "embedded"
-    for title in ("## How it was trained", "## Data", "## Limits", "## Recipe"):
+    for title in ("## How it was trained", "## Data", "## Figures", "## Limits", "## Recipe"):
         assert title in card
     recipe = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
     assert "runs_folder" not in recipe and "hidden_states" not in recipe

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from carryover.bench.ledger import START
 from carryover.bench.records import Condition
@@ -150,7 +151,9 @@ def markdown_figures(recorded: Sequence[Recorded]) -> str:
             show_interval(each.interval("output_tokens_per_s"), 1),
             show_interval(each.interval("speedup"), 2, "x"),
         )
-        lines.append(f"| {' | '.join(cells)} |")
+        # cells are marked up for the terminal
+        plain = (Text.from_markup(cell).plain for cell in cells)
+        lines.append(f"| {' | '.join(plain)} |")
     lines += ["", "With 95% intervals.", *(f"- {said}" for said in comparison_remarks(recorded))]
     return "\n".join(lines) + "\n"
 

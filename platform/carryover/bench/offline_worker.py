@@ -66,6 +66,8 @@ class Engine:
         drafter: str | None,
         num_speculative_tokens: int | None,
     ) -> None:
+        from vllm.exceptions import VLLMClientError
+
         from carryover.engine import EngineConfig, drafter_config, start_engine
         from carryover.targets import resolve
 
@@ -80,6 +82,8 @@ class Engine:
         self._llm = start_engine(found, config, speculative=speculative, log_stats=True)
         self._tokenizer = found.load_tokenizer()
         self._count = 0
+        # what a server would answer with 400, such as a prompt that is too long
+        self._refusals = (ValueError, TypeError, VLLMClientError)
 
     def details(self) -> dict[str, Any]:
         """What runs, for the record."""
@@ -108,7 +112,7 @@ class Engine:
         """The tokens of an answer with their probabilities; None if it is refused."""
         try:
             name = self._add(messages, sampling, logprobs=TOP_LOGPROBS)
-        except (ValueError, TypeError):
+        except self._refusals:
             return None
         found: list[Choice] = []
         for output in self._outputs(name):
@@ -122,7 +126,7 @@ class Engine:
         response = Response(started_s=time.perf_counter())
         try:
             name = self._add(messages, sampling)
-        except (ValueError, TypeError) as error:
+        except self._refusals as error:
             response.error = str(error).strip().splitlines()[0][:500]
             return response
         # the prompt is rendered; from here on it is the engine's time
