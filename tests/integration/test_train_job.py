@@ -198,9 +198,12 @@ class TestInOneCluster:
             outcome = run_job(TrainConfig.load(path), kind=kind, start_from=start, view=Lines())
             outcomes[kind] = checkpoint.describe(outcome.last)
             assert outcomes[kind]["provenance"]["training"] == kind
+        path = write_config(here, reference, name="markov", regime="markov", max_steps=1)
+        longer = run_job(TrainConfig.load(path), start_from=start, view=Lines())
+        assert checkpoint.describe(longer.last)["regime"] == "markov"
         assert outcomes["carryover"]["carryover"]["carried"] == "hidden_states"
         assert outcomes["control"]["carryover"] is None
-        with pytest.raises(ConfigError, match="begins at the baseline checkpoint"):
+        with pytest.raises(ConfigError, match="begin at a baseline checkpoint"):
             run_job(
                 TrainConfig.load(write_config(here, reference, name="wrong")),
                 kind="control", start_from=here / "runs/train/carryover/last", view=Lines(),
