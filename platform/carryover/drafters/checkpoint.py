@@ -67,7 +67,7 @@ def save(
     record = {**provenance, "target": drafter.target_identity}
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
-        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+        write_weights(tensors, scratch)
         _write_json(scratch / CONFIG, _config_values(drafter))
         _write_json(scratch / PROVENANCE, record)
         for path in scratch.iterdir():
@@ -85,6 +85,14 @@ def save(
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     return folder
+
+
+def write_weights(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write a checkpoint's tensors, for whoever may enter its folder: safetensors alone would
+    leave them to their owner.
+    """
+    save_file(dict(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)
 
 
 def load(folder: str | Path, target: Target | None = None) -> BlockDrafter:

@@ -73,7 +73,6 @@ def export(
             key: value for key, value in record["config"].items() if key not in _OF_THE_MACHINE
         }
     checkpoint.save(drafter, out, record)
-    (out / checkpoint.WEIGHTS).chmod(0o644)
     if packed:
         pack(out)
     described = {**checkpoint.describe(out), "license": license_id}

@@ -7,17 +7,16 @@ for, `embedded:NAME` stands for one of these.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator
 
 from carryover.errors import CheckpointError
-from carryover.targets import EMBEDDED, cache_folder, resolve
+from carryover.targets import EMBEDDED, cache_folder, file_sha256, resolve
 
 PREFIX = f"{EMBEDDED}:"
 FOLDER = Path(__file__).parent / "shipped"
@@ -39,20 +38,21 @@ def drafter_folder(name: str | Path) -> Path:
         CheckpointError: no shipped drafter is called so.
         TargetError: the embedded target, whose LM head it needs, cannot be made.
     """
-    text = str(name)
-    if not text.startswith(PREFIX):
-        return Path(name).expanduser()
-    return unpack(FOLDER / _known(text).removeprefix(PREFIX))
+    folder = _known(Path(name))
+    if not str(folder).startswith(PREFIX):
+        return folder.expanduser()
+    return unpack(FOLDER / str(folder).removeprefix(PREFIX))
 
 
-def _known(name: str) -> str:
+def _known(folder: Path) -> Path:
+    name = str(folder)
     if name.startswith(PREFIX) and name not in shipped_names():
         known = ", ".join(shipped_names()) or "none in this build"
         raise CheckpointError(f"no shipped drafter is called {name!r}; there are: {known}")
-    return name
+    return folder
 
 
-DrafterFolder = Annotated[Path, BeforeValidator(lambda value: _known(str(value)))]
+DrafterFolder = Annotated[Path, AfterValidator(_known)]
 """In a configuration: what `drafter_folder` takes, which whoever uses it must call."""
 
 
@@ -62,13 +62,15 @@ def pack(folder: Path) -> None:
     Raises:
         CheckpointError: the head is not the target's, so that it could not be put back.
     """
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
+
+    from carryover.drafters.checkpoint import write_weights
 
     tensors = load_file(folder / _WEIGHTS)
     head = tensors.pop(_HEAD, None)
     if head is not None and not head.equal(_head(tensors).to(head.dtype)):
         raise CheckpointError(f"{folder}: its LM head is not the embedded target's; ship it whole")
-    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    write_weights(tensors, folder)
 
 
 def unpack(packed: Path) -> Path:
@@ -79,7 +81,7 @@ def unpack(packed: Path) -> Path:
     """
     from filelock import FileLock
 
-    version = hashlib.sha256((packed / _WEIGHTS).read_bytes()).hexdigest()[:12]
+    version = file_sha256(packed / _WEIGHTS)[:12]
     folder = cache_folder() / "drafters" / f"{packed.name}-{version}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -89,7 +91,9 @@ def unpack(packed: Path) -> Path:
 
 
 def _put_together(packed: Path, folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
+
+    from carryover.drafters.checkpoint import write_weights
 
     tensors = load_file(packed / _WEIGHTS)
     if "t2d" in tensors:
@@ -97,7 +101,7 @@ def _put_together(packed: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         made = Path(scratch) / "whole"
         shutil.copytree(packed, made, ignore=shutil.ignore_patterns(_WEIGHTS))
-        save_file(tensors, made / _WEIGHTS, metadata={"format": "pt"})
+        write_weights(tensors, made)
         os.replace(made, folder)
 
 

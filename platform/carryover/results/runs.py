@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from carryover.bench.compare import find_run_id
 from carryover.bench.outputs import ROWS
@@ -18,6 +18,9 @@ from carryover.bench.recording import EXPERIMENT as BENCH
 from carryover.bench.records import Condition, Request, read_requests
 from carryover.errors import ConfigError
 from carryover.tracking import Tracker
+
+if TYPE_CHECKING:
+    from carryover.results.kept import KeptRuns
 
 TRAIN, TARGETS = "train", "targets"
 _LISTED = 20
@@ -114,24 +117,6 @@ class BenchRun:
         return sorted({arm for _, arm in self.by_arm})
 
 
-class Kept(Protocol):
-    """Runs kept elsewhere: `carryover.results.kept.KeptRuns`."""
-
-    def find(self, name: str, experiments: Sequence[str]) -> str | None:
-        """The id of a kept run."""
-
-    def record(self, run_id: str) -> RunRecord:
-        """A run's record."""
-
-    def bench(self, run_id: str) -> BenchRun:
-        """A bench and its requests."""
-
-    def keep(
-        self, record: RunRecord, bench: BenchRun | None = None, rows: Path | None = None
-    ) -> None:
-        """Write a run."""
-
-
 class MissingRun(ConfigError):
     """MLflow has no such run."""
 
@@ -144,7 +129,7 @@ class RunReader:
         kept: runs to read where the store has none of that name.
     """
 
-    def __init__(self, tracker: Tracker, kept: Kept | None = None) -> None:
+    def __init__(self, tracker: Tracker, kept: KeptRuns | None = None) -> None:
         self._tracker = tracker
         self._kept = kept
         self._benches: dict[str, BenchRun] = {}
@@ -190,7 +175,7 @@ class RunReader:
         """
         return self._any(name, TRAIN, TARGETS, BENCH)
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: KeptRuns) -> None:
         """Write all runs that were read from the store."""
         client = self._tracker.client()
         for run_id, run in self._benches.items():
