@@ -48,7 +48,7 @@ def test_the_marker_learns_as_much_faster_as_it_must_grow():
     model = nn.Linear(2, 2)
     model.carryover_marker = nn.Parameter(torch.zeros(2))
     optimizer = build_optimizer(
-        model.named_parameters(), OptimizerSettings(lr=0.1), marker_lr_scale=40.0
+        model.named_parameters(), OptimizerSettings(lr=0.1, marker_lr_scale=40.0)
     )
     set_learning_rate(optimizer, 0.01)
     for parameter in model.parameters():

@@ -16,8 +16,8 @@ from typing import Any
 from carryover.bench.records import read_requests
 from carryover.durable import write_whole
 from carryover.errors import ConfigError
+from carryover.results.records import without_folders
 from carryover.results.runs import BenchRun, RunRecord
-from carryover.targets import cache_folder
 
 # What the page reads of a run's tags.
 _TAGS = ("carryover.", "mlflow.source.git.")
@@ -121,7 +121,5 @@ def _portable(record: dict[str, Any]) -> dict[str, Any]:
         for key, value in record["tags"].items()
         if key.startswith(_TAGS) and not key.startswith(_LEFT_OUT)
     }
-    params = {key: str(value) for key, value in record["params"].items()}
-    for folder in (Path.cwd(), cache_folder(), Path.home()):
-        params = {key: value.replace(f"{folder}/", "") for key, value in params.items()}
+    params = {key: without_folders(str(value)) for key, value in record["params"].items()}
     return {**record, "tags": tags, "params": params}

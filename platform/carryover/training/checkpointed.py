@@ -58,7 +58,6 @@ class CheckpointedLoop(ABC):
         reporter: used on the first worker.
         resume_from: a checkpoint of this run whose weights `model` has.
         evaluate_first: whether to evaluate before the first step.
-        marker_lr_scale: see `build_optimizer`.
 
     Raises:
         CheckpointError: the checkpoint cannot be resumed from.
@@ -76,7 +75,6 @@ class CheckpointedLoop(ABC):
         reporter: Reporter,
         resume_from: Path | None = None,
         evaluate_first: bool = False,
-        marker_lr_scale: float = 1.0,
     ) -> None:
         self.config = config
         self.workers = workers
@@ -85,9 +83,7 @@ class CheckpointedLoop(ABC):
         self._reporter = reporter
         self._evaluate_first = evaluate_first
         self.model = workers.wrap(model, param_dtype=param_dtype)
-        self.optimizer = build_optimizer(
-            self.model.named_parameters(), config.optimizer, marker_lr_scale=marker_lr_scale
-        )
+        self.optimizer = build_optimizer(self.model.named_parameters(), config.optimizer)
         self.progress = Progress(num_steps=planned_steps(config, schedule))
         if resume_from is not None:
             self.progress = read_progress(resume_from)

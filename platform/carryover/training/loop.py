@@ -72,7 +72,6 @@ class TrainingLoop(CheckpointedLoop):
         reporter: used on the first worker.
         resume_from: a checkpoint of this run whose weights `drafter` has.
         evaluate_first: whether to evaluate before the first step.
-        marker_lr_scale: see `build_optimizer`.
 
     Raises:
         CheckpointError: the checkpoint cannot be resumed from.
@@ -92,7 +91,6 @@ class TrainingLoop(CheckpointedLoop):
         reporter: Reporter,
         resume_from: Path | None = None,
         evaluate_first: bool = False,
-        marker_lr_scale: float = 1.0,
     ) -> None:
         super().__init__(
             config,
@@ -106,7 +104,6 @@ class TrainingLoop(CheckpointedLoop):
             reporter=reporter,
             resume_from=resume_from,
             evaluate_first=evaluate_first,
-            marker_lr_scale=marker_lr_scale,
         )
         self.material = material
         self._step = step

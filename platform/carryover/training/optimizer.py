@@ -50,10 +50,7 @@ class OptimizerSettings(Config):
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    settings: OptimizerSettings,
-    *,
-    marker_lr_scale: float = 1.0,
+    named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings
 ) -> torch.optim.AdamW:
     """AdamW over the parameters that require a gradient.
 
@@ -62,8 +59,7 @@ def build_optimizer(
 
     Args:
         named_parameters: of the drafter, wrapped or not.
-        settings: rates and decay.
-        marker_lr_scale: of the marker's rate over the others'.
+        settings: rates and decay; a `marker_lr_scale` that is still null counts as 1.
     """
     trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
     marker = [p for name, p in trainable if name.endswith(MARKER)]
@@ -71,7 +67,7 @@ def build_optimizer(
     groups = [
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
-        {"params": marker, "weight_decay": 0.0, "lr_scale": marker_lr_scale},
+        {"params": marker, "weight_decay": 0.0, "lr_scale": settings.marker_lr_scale or 1.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -141,8 +141,10 @@ def build_loop(assignment: Assignment, *, workers: Workers, reporter: Reporter) 
     )
     drafter = drafter.to(device)
     material = Material(data.corpus, data.packs, data.held_out, source)
+    scale = _marker_lr_scale(assignment, material, drafter, resume_from)
+    optimizer = config.optimizer.model_copy(update={"marker_lr_scale": scale})
     return TrainingLoop(
-        config,
+        config.model_copy(update={"optimizer": optimizer}),
         material,
         drafter=drafter,
         step=step,
@@ -153,7 +155,6 @@ def build_loop(assignment: Assignment, *, workers: Workers, reporter: Reporter) 
         reporter=reporter,
         resume_from=resume_from,
         evaluate_first=assignment.kind != "baseline",
-        marker_lr_scale=_marker_lr_scale(assignment, material, drafter, resume_from),
     )
 
 
