@@ -9,7 +9,10 @@ import zipfile
 
 import pytest
 
+from carryover.drafters import shipped
+
 PACKAGES = ("carryover", "jobs", "serve_apps", "sweeps")
+DRAFTER_FILES = ("README.md", "config.json", "model.safetensors", "provenance.json")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,10 @@ def test_it_holds_every_module_and_configuration_and_nothing_else(names, reposit
         for suffix in ("*.py", "*.yaml"):
             found = (root / package).rglob(suffix)
             expected |= {str(path.relative_to(root)) for path in found}
+    drafters = [name.removeprefix(shipped.PREFIX) for name in shipped.shipped_names()]
+    expected |= {
+        f"carryover/drafters/shipped/{name}/{file}" for name in drafters for file in DRAFTER_FILES
+    }
     held = {name for name in names if ".dist-info/" not in name}
     assert held == expected
     assert {name.split("/")[0] for name in held} == set(PACKAGES)
