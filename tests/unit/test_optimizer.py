@@ -57,3 +57,23 @@ def test_the_marker_learns_as_much_faster_as_it_must_grow():
     optimizer.step()
     assert torch.allclose(model.carryover_marker, torch.full((2,), -0.4))
     assert torch.allclose(model.weight, before - 0.01, atol=1e-4)
+
+
+def test_at_first_the_marker_may_learn_alone_and_what_has_none_learns_on():
+    def step(model, *, marker_only):
+        optimizer = build_optimizer(
+            model.named_parameters(), OptimizerSettings(weight_decay=0.5, marker_lr_scale=40)
+        )
+        set_learning_rate(optimizer, 0.01, marker_only=marker_only)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+
+    model = nn.Linear(2, 2)
+    assert step(model, marker_only=True) == {"weight", "bias"}
+    model.carryover_marker = nn.Parameter(torch.zeros(2))
+    assert step(model, marker_only=True) == {"carryover_marker"}
+    assert torch.allclose(model.carryover_marker, torch.full((2,), -1.6)), "a 25th of its scale"
+    assert step(model, marker_only=False) == {"weight", "bias", "carryover_marker"}

@@ -11,7 +11,12 @@ import typer
 from carryover.commands.options import TrackingUriOption, console, examples, log_console
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from carryover.diagnostics.headroom import Headroom
+    from carryover.diagnostics.recording import Kind
     from carryover.diagnostics.replay import Recall, Replay
+    from carryover.diagnostics.session import Job
     from carryover.drafters.verify import VerifyReport
 
 PathArgument = Annotated[
@@ -21,6 +26,22 @@ PathArgument = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Default: the target that the checkpoint names."),
+]
+HeldOutOption = Annotated[
+    Path,
+    typer.Option(
+        "--data", "-d", metavar="PATH", help="Responses that the drafter was not trained on."
+    ),
+]
+MaxResponsesOption = Annotated[
+    int, typer.Option("--max-responses", "-n", min=1, help="Of temperature 0, no more.")
+]
+RunNameOption = Annotated[
+    str | None, typer.Option("--name", metavar="NAME", help="Of the run in MLflow.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -38,6 +59,12 @@ def register(app: typer.Typer) -> None:
             "platform checkpoint verify ./drafter --target Qwen/Qwen3-4B",
         )
     )(verify)
+    group.command(
+        epilog=examples(
+            "platform checkpoint headroom embedded:dflash -d runs/data/responses",
+            "platform checkpoint headroom runs/train/embedded/best -d FILE -n 200 --json",
+        )
+    )(headroom)
     group.command(
         epilog=examples(
             "platform checkpoint replay runs/train/embedded-carryover/best "
@@ -74,10 +101,7 @@ def show(path: PathArgument, as_json: JsonOption = False) -> None:
 
 def verify(
     path: PathArgument,
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Default: the target that the checkpoint names."),
-    ] = None,
+    target: TargetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Load a drafter into stock vLLM with its target, and check every token of a few prompts.
@@ -101,47 +125,54 @@ def verify(
         typer.echo(str(report))
 
 
+def headroom(
+    path: PathArgument,
+    data: HeldOutOption,
+    target: TargetOption = None,
+    max_responses: MaxResponsesOption = 64,
+    name: RunNameOption = None,
+    as_json: JsonOption = False,
+    tracking_uri: TrackingUriOption = None,
+) -> None:
+    """Tell whether Carryover training could pay, before paying for it; on a baseline drafter.
+
+    Verifies the rounds of its own decoding, and asks whether the target's predictions at the
+    rejected rows tell the next draft anything that it does not know: how often they come true, how
+    often only they are right, and what acceptance a fitted mixture of both reaches.
+    """
+    from carryover.diagnostics.session import Job, run_headroom
+    from carryover.drafters.shipped import drafter_folder
+
+    job = Job(drafter_folder(path), data, None, target, max_responses)
+    _diagnose(
+        "headroom", run_headroom, job, name or _name(path), _print_headroom, as_json, tracking_uri
+    )
+
+
 def replay(
     path: PathArgument,
-    data: Annotated[
-        Path,
-        typer.Option(
-            "--data", "-d", metavar="PATH", help="Responses that the drafter was not trained on."
-        ),
-    ],
+    data: HeldOutOption,
     baseline: Annotated[
         Path | None,
         typer.Option(metavar="CHECKPOINT", help="The checkpoint that it was continued from."),
     ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Default: the target that the checkpoint names."),
-    ] = None,
-    max_responses: Annotated[
-        int, typer.Option("--max-responses", "-n", min=1, help="Of temperature 0, no more.")
-    ] = 64,
+    target: TargetOption = None,
+    max_responses: MaxResponsesOption = 64,
+    name: RunNameOption = None,
     as_json: JsonOption = False,
+    tracking_uri: TrackingUriOption = None,
 ) -> None:
     """Tell whether carried rows inform the drafter: recall with and without them, side by side.
 
     Rounds of the drafter's own decoding are drafted again at the same anchors: with the carried
     rows (ON), with the same weights and no carried rows (OFF), and by the baseline.
     """
-    from carryover.commands.options import progress
-    from carryover.diagnostics.session import ReplayJob, run_replay
+    from carryover.diagnostics.session import Job, run_replay
     from carryover.drafters.shipped import drafter_folder
 
     before = None if baseline is None else drafter_folder(baseline)
-    job = ReplayJob(drafter_folder(path), data, before, target, max_responses)
-    with progress() as bars:
-        task = bars.add_task("rounds", total=None, rate="")
-        found = run_replay(job, on_rounds=lambda count: bars.advance(task, count))
-    if as_json:
-        from dataclasses import asdict
-
-        _print_json(asdict(found))
-    else:
-        _print_replay(found)
+    job = Job(drafter_folder(path), data, before, target, max_responses)
+    _diagnose("replay", run_replay, job, name or _name(path), _print_replay, as_json, tracking_uri)
 
 
 class WeightType(StrEnum):
@@ -189,6 +220,66 @@ def export(
     )  # fmt: skip
     size = sum(file.stat().st_size for file in folder.iterdir())
     typer.echo(f"{folder}: {size / 1e6:.1f} MB; its card is {folder / 'README.md'}")
+
+
+def _name(path: Path) -> str:
+    """Of a diagnosis: the drafter as the user knows it, without where it lies."""
+    return "/".join(path.parts[-2:])
+
+
+def _diagnose(
+    kind: Kind,
+    run: Callable[..., Any],
+    job: Job,
+    name: str,
+    show_table: Callable[[Any], None],
+    as_json: bool,
+    tracking_uri: str | None,
+) -> None:
+    """Run a diagnosis with its progress, record it, and print it."""
+    from dataclasses import asdict
+
+    from carryover.commands.options import progress
+    from carryover.diagnostics.recording import EXPERIMENT, record
+    from carryover.tracking import Tracker
+
+    tracker = Tracker(tracking_uri)
+    tracker.open(EXPERIMENT)  # a store that is down is said before the work
+    with progress() as bars:
+        task = bars.add_task("rounds", total=None, rate="")
+        found = run(job, on_rounds=lambda count: bars.advance(task, count))
+    run_id = record(tracker, kind, name, job, found)
+    if as_json:
+        _print_json({**asdict(found), "mlflow_run": run_id})
+    else:
+        show_table(found)
+        typer.echo(f"MLflow run {run_id} in {tracker.display_uri}")
+
+
+def _print_headroom(found: Headroom) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from carryover.results.markdown import percent
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in (
+        "slot", "drafts", "drafter right", "rejected row right", "only the rejected row right"
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for slot in found.slots:
+        rates = (slot.drafter, slot.carried, slot.only_carried)
+        table.add_row(str(slot.slot), f"{slot.drafts:,}", *(f"{100 * rate:.1f}%" for rate in rates))
+    console().print(table)
+    typer.echo(
+        f"{found.rejected_rounds:,} of {found.rounds:,} rounds were rejected and lie whole in "
+        f"their response. For each: {found.rejected_rows:.2f} rejected rows, of which "
+        f"{found.reconverged:.2f} re-converge ({found.reconverged_exactly:.2f} at their very "
+        f"position); {found.accepted_after_rejection:.2f} proposals after the first rejected one "
+        "come true\n"
+        f"acceptance length of the draft that follows: {found.alone.value:.3f}; mixed with what "
+        f"the rejected rows predict {found.mixed.value:.3f}, {percent(found.gain)}\n"
+    )
 
 
 def _print_replay(found: Replay) -> None:

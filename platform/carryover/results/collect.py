@@ -24,6 +24,7 @@ class SectionRuns:
     offline: Sequence[BenchRun]
     online: Sequence[BenchRun]
     costs: Sequence[TrainingCost]
+    diagnoses: Sequence[RunRecord]
     tried: Sequence[tuple[Tried, RunRecord | None]]
 
     @property
@@ -35,7 +36,7 @@ class SectionRuns:
     def records(self) -> list[RunRecord]:
         """Runs besides benches."""
         known = {run.record.id for run in self.benches}
-        found = [cost.record for cost in self.costs]
+        found = [*(cost.record for cost in self.costs), *self.diagnoses]
         found += [run for _, run in self.tried if run is not None and run.id not in known]
         return list({record.id: record for record in found}.values())
 
@@ -84,6 +85,7 @@ def read_section(section: Section, reader: RunReader) -> SectionRuns:
         offline=[reader.bench(name, "offline") for name in section.offline],
         online=[reader.bench(name, "online") for name in section.online],
         costs=[training_cost(reader.training(name)) for name in section.training],
+        diagnoses=[reader.diagnosis(name) for name in section.diagnostics],
         tried=[(each, reader.any(each.run) if each.run else None) for each in section.tried],
     )
     check_arms(section, found.benches)

@@ -74,6 +74,10 @@ class Section(Config):
     training: list[str] = Field(
         default=[], description="training runs by name or id, for what they cost"
     )
+    diagnostics: list[str] = Field(
+        default=[],
+        description="runs of `platform checkpoint headroom` and `replay` by name or id",
+    )
     tried: list[Tried] = Field(default=[], description="remedies that were tried")
 
 

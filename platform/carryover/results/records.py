@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from math import isinf, isnan
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite, isinf, isnan, nan
 from pathlib import PurePath
 
 from carryover.bench.paper import PUBLISHED
+from carryover.bench.statistics import Interval
 from carryover.results.config import Tried
 from carryover.results.cost import MILLION, Payback, TrainingCost
 from carryover.results.markdown import DASH, percent, table
@@ -61,6 +62,65 @@ def payback_table(paybacks: Sequence[Payback]) -> str:
         "has paid after, output tokens", "by the gain's interval",
     ]  # fmt: skip
     return table(columns, rows)
+
+
+def headroom_table(runs: Sequence[RunRecord]) -> str:
+    """What rejected rows predict, a line for each run."""
+    rows = []
+    for run in runs:
+        found = run.metrics
+        gain = Interval(found["gain/value"], found["gain/low"], found["gain/high"])
+        rows.append([
+            label(run), _count(int(found["rejected_rounds"])), _decimal(found["rejected_rows"]),
+            _decimal(found["reconverged"]), _decimal(found["reconverged_exactly"]),
+            _decimal(found["accepted_after_rejection"]), _decimal(found["alone/value"]),
+            _decimal(found["mixed/value"]), percent(gain),
+        ])  # fmt: skip
+    columns = [
+        "run", "rejected rounds", "rejected rows", "re-converged", "at their position",
+        "accepted after rejection", "acceptance length of the next draft", "of the mixture", "gain",
+    ]  # fmt: skip
+    return table(columns, rows)
+
+
+def slot_table(runs: Sequence[RunRecord]) -> str:
+    """How often the drafter, and how often only a rejected row, is right."""
+    rows = []
+    last = max(_positions(run.metrics, "slots") for run in runs)
+    for run in runs:
+        for key, what in (("drafter", "drafter"), ("only_carried", "only the rejected row")):
+            rates = [run.metrics.get(f"slots/position_{k}/{key}") for k in range(1, last + 1)]
+            rows.append([label(run), what, *(_share(rate) for rate in rates)])
+    return table(["run", "right", *map(str, range(1, last + 1))], rows, left=2)
+
+
+def replay_table(runs: Sequence[RunRecord]) -> str:
+    """Acceptance lengths and the gain in recall@1 of carried rows."""
+    rows = []
+    last = max(_positions(run.metrics, "recalls_1") for run in runs)
+    for run in runs:
+        found = run.metrics
+        lengths = [_decimal(found.get(f"acceptance_length/{name}"))
+                   for name in ("on", "off", "baseline")]  # fmt: skip
+        gains = []
+        for k in range(1, last + 1):
+            prefix = f"recalls_1/position_{k}"
+            gain, error = (found.get(f"{prefix}/{key}", nan) for key in ("gain", "error"))
+            shown = f"{100 * gain:+.1f}" + (f" ± {100 * error:.1f}" if isfinite(error) else "")
+            gains.append(shown if isfinite(gain) else DASH)
+        rows.append([label(run), _count(int(found["rounds"])), *lengths, *gains])
+    columns = ["run", "rounds", "ON", "OFF", "baseline", *map(str, range(1, last + 1))]
+    return table(columns, rows)
+
+
+def _positions(metrics: Mapping[str, float], name: str) -> int:
+    """The last block position of a list in a diagnosis' metrics."""
+    places = [key.split("/")[1] for key in metrics if key.startswith(f"{name}/")]
+    return max((int(place.removeprefix("position_")) for place in places), default=0)
+
+
+def _share(rate: float | None) -> str:
+    return DASH if rate is None else f"{rate:.3f}"
 
 
 def tried_table(tried: Sequence[tuple[Tried, RunRecord | None]]) -> str:

@@ -16,6 +16,8 @@ from carryover.bench.compare import find_run_id
 from carryover.bench.outputs import ROWS
 from carryover.bench.recording import EXPERIMENT as BENCH
 from carryover.bench.records import Condition, Request, read_requests
+from carryover.diagnostics.recording import EXPERIMENT as DIAGNOSTICS
+from carryover.diagnostics.recording import KIND_TAG
 from carryover.errors import ConfigError
 from carryover.tracking import Tracker
 
@@ -167,13 +169,24 @@ class RunReader:
             raise ConfigError(f"run {name!r} ({record.name!r}) is no training run")
         return record
 
+    def diagnosis(self, name: str) -> RunRecord:
+        """Read a headroom or a replay, by name or id.
+
+        Raises:
+            ConfigError: no such run, several, or one that is neither.
+        """
+        record = self._any(name, DIAGNOSTICS)
+        if KIND_TAG not in record.tags:
+            raise ConfigError(f"run {name!r} ({record.name!r}) is no headroom and no replay")
+        return record
+
     def any(self, name: str) -> RunRecord:
-        """Read a bench's or training's record, by name or id.
+        """Read the record of a bench, a training or a diagnosis, by name or id.
 
         Raises:
             ConfigError: no such run, or several.
         """
-        return self._any(name, TRAIN, TARGETS, BENCH)
+        return self._any(name, TRAIN, TARGETS, BENCH, DIAGNOSTICS)
 
     def keep(self, kept: KeptRuns) -> None:
         """Write all runs that were read from the store."""

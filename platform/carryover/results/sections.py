@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from carryover.diagnostics.recording import KIND_TAG
 from carryover.results import figures, records, tables
 from carryover.results.collect import REGIMES, SectionResults, greedy
 from carryover.results.document import ResultsPage
@@ -23,6 +24,7 @@ def add_section(page: ResultsPage, results: SectionResults) -> None:
     page.add(f"### {runs.section.name}: what training cost")
     page.add(records.training_table(runs.costs) if runs.costs else NOT_YET)
     _payback(page, results)
+    _diagnoses(page, results)
     if runs.tried:
         page.add(f"### {runs.section.name}: what was tried", records.tried_table(runs.tried))
     if results.unused:
@@ -89,6 +91,38 @@ def _online(page: ResultsPage, results: SectionResults) -> None:
             page.add(f"**{regime}** {_listed(list(runs.values()))}", tables.sweep_table(loads))
             stem = f"{slug(name)}-t{slug(f'{temperature:g}')}-sweep-{regime}"
             page.show(figures.sweep_picture(stem, loads))
+
+
+def _diagnoses(page: ResultsPage, results: SectionResults) -> None:
+    runs = results.runs
+    heading = f"### {runs.section.name}: is there anything to carry?"
+    headrooms, replays = (
+        [record for record in runs.diagnoses if record.tags[KIND_TAG] == kind]
+        for kind in ("headroom", "replay")
+    )
+    if headrooms:
+        page.add(
+            heading,
+            "Baselines, with nothing carried: what the target predicts at the rows of rejected "
+            "proposals, for each rejected round, against what it committed later. A prediction "
+            "re-converges if it is committed at its position or beside it (paper, Qwen3-4B, 15 "
+            "proposals: Markov 2.76, DFlash 2.51). The mixture is a reader without training: the "
+            "drafter's distribution times fitted powers of the target's at those rows.",
+            records.headroom_table(headrooms),
+            "By slot of the next draft, where a rejected row predicts its position: how often the "
+            "drafter is right, and how often only that row is. A perfect reader would add the "
+            "latter.",
+            records.slot_table(headrooms),
+        )
+    if replays:
+        page.add(
+            *([] if headrooms else [heading]),
+            "Carryover drafters at the anchors of their own decoding, with the carried rows (ON) "
+            "and without (OFF), and the baseline. Recall@1 by block position, ON less OFF in "
+            "points, over rounds in which ON and the baseline are right so far (paper: +1.28 to "
+            "+5.60).",
+            records.replay_table(replays),
+        )
 
 
 def _payback(page: ResultsPage, results: SectionResults) -> None:

@@ -136,7 +136,9 @@ class CheckpointedLoop(ABC):
         self.model.train()
         settings, progress = self.config.optimizer, self.progress
         lr = learning_rate(progress.step, num_steps=progress.num_steps, settings=settings)
-        set_learning_rate(self.optimizer, lr)
+        set_learning_rate(
+            self.optimizer, lr, marker_only=progress.step < settings.marker_only_steps
+        )
         return lr
 
     def _end_step(

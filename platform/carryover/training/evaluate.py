@@ -99,17 +99,9 @@ def evaluate(
         device: of the drafter.
     """
     counted = _Counter(drafter.proposal_length)
-    for rows in packs:
-        batch = make_batch(corpus, rows, source, device=device)
-        anchors_A = anchor_candidates(batch).nonzero().squeeze(-1)
-        proposals_AB = draft(drafter, batch.context, anchored_blocks(batch, anchors_A))
-        accepted_A = recorded_acceptance(batch, anchors_A, proposals_AB)
-        accepted = dict(zip(anchors_A.tolist(), accepted_A.tolist(), strict=True))
-        firsts, lasts = _anchor_range(corpus, rows, drafter.proposal_length)
-        for anchor, last in zip(firsts, lasts, strict=True):
-            while anchor <= last:
-                counted.add(accepted[anchor])
-                anchor += accepted[anchor] + 1
+    for taken in decoding_rounds(drafter, corpus, packs, source, device=device):
+        for accepted in taken.accepted_A.tolist():
+            counted.add(accepted)
     return counted.acceptance()
 
 
@@ -142,7 +134,7 @@ def evaluate_carrying(
 
 @dataclass(frozen=True)
 class Rounds:
-    """One round of every response that is not at its end.
+    """Some rounds of some responses.
 
     Attributes:
         batch: the packed sequence of the responses.
@@ -158,6 +150,36 @@ class Rounds:
 
 
 @torch.no_grad()
+def decoding_rounds(
+    drafter: BlockDrafter,
+    corpus: Corpus,
+    packs: Sequence[np.ndarray],
+    source: StateSource,
+    *,
+    device: torch.device,
+) -> Iterator[Rounds]:
+    """All rounds that decoding with nothing carried takes, a pack at a time, by packed row.
+
+    Arguments as of `evaluate`.
+    """
+    for rows in packs:
+        batch = make_batch(corpus, rows, source, device=device)
+        anchors_A = anchor_candidates(batch).nonzero().squeeze(-1)
+        proposals_AB = draft(drafter, batch.context, anchored_blocks(batch, anchors_A))
+        accepted_A = recorded_acceptance(batch, anchors_A, proposals_AB)
+        accepted = dict(zip(anchors_A.tolist(), accepted_A.tolist(), strict=True))
+        firsts, lasts = _anchor_range(corpus, rows, drafter.proposal_length)
+        walked = []
+        for anchor, last in zip(firsts, lasts, strict=True):
+            while anchor <= last:
+                walked.append(anchor)
+                anchor += accepted[anchor] + 1
+        anchors_A = torch.tensor(walked, dtype=torch.long, device=device)
+        accepted_A = torch.tensor([accepted[anchor] for anchor in walked], device=device)
+        yield Rounds(batch, anchors_A, anchored_blocks(batch, anchors_A), accepted_A.long())
+
+
+@torch.no_grad()
 def carrying_rounds(
     drafter: BlockDrafter,
     target_model: PreTrainedModel,
@@ -167,7 +189,10 @@ def carrying_rounds(
     *,
     device: torch.device,
 ) -> Iterator[Rounds]:
-    """The rounds that decoding with carried context takes; arguments as of `evaluate_carrying`."""
+    """The rounds that decoding with carried context takes, one of every response at a time.
+
+    Arguments as of `evaluate_carrying`.
+    """
     for rows in packs:
         batch = make_batch(corpus, rows, source, device=device)
         firsts, lasts = _anchor_range(corpus, rows, drafter.proposal_length)

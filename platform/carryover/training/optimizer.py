@@ -16,6 +16,9 @@ from torch import nn
 from carryover.config import Config
 from carryover.drafters.carried import MARKER
 
+# Of the marker alone, which is then as large as a fused state after 25 steps.
+_MARKER_ONLY_LR = 0.04
+
 
 class OptimizerSettings(Config):
     """AdamW and its schedule."""
@@ -41,6 +44,14 @@ class OptimizerSettings(Config):
         description="The marker of carried rows learns so many times faster than the weights; "
         "null: as many as a fused state's entry is large (about 40), or it would stay too small "
         "to be seen.",
+    )
+    marker_only_steps: int = Field(
+        50,
+        ge=0,
+        description="In its first so many steps Carryover training moves the marker alone, by a "
+        "25th of a fused state's size each. A drafter takes carried rows, which it has never seen, "
+        "for committed ones; a marker of that size tells them apart, and its weights need not "
+        "learn from the harm. The control trains its weights in these steps too.",
     )
     max_skipped_steps: int = Field(
         10,
@@ -89,7 +100,19 @@ def learning_rate(step: int, *, num_steps: int, settings: OptimizerSettings) -> 
     return settings.lr * share
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use this rate in the next step, and the marker its multiple."""
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, lr: float, *, marker_only: bool = False
+) -> None:
+    """Use this rate in the next step, and the marker its multiple.
+
+    Args:
+        optimizer: from `build_optimizer`.
+        lr: from `learning_rate`.
+        marker_only: if there is a marker, it moves at a rate of its own, and the weights stay.
+    """
+    alone = marker_only and any("lr_scale" in group for group in optimizer.param_groups)
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        if not alone:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        else:
+            group["lr"] = _MARKER_ONLY_LR * group.get("lr_scale", 0.0)
