@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -127,7 +128,7 @@ def test_wrong_input_is_refused(tiny_llama, responses):
 
 def few_token_drafter(folder, responses, regime="dflash"):
     """One that proposes the commonest tokens of the responses alone, and so hits some by chance."""
-    counts = Counter(sum(responses["response_ids"].to_pylist(), []))
+    counts = Counter(chain.from_iterable(responses["response_ids"].to_pylist()))
     return make_drafter(folder, regime, token_counts=counts, draft_vocab_size=6)
 
 

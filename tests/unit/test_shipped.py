@@ -61,6 +61,32 @@ def test_an_unknown_name_is_refused_with_those_there_are():
         ServeConfig.parse({"arms": [{"name": "a", "drafter": "embedded:eagle"}]})
 
 
+def test_what_a_shipped_drafter_has_already_is_left_out_and_put_back(tmp_path, monkeypatch):
+    name, changed = "embedded:dflash", "layers.0.self_attn.q_proj.weight"
+    start = shipped.drafter_folder(name)
+    more = tmp_path / "shipped" / "more"
+    shutil.copytree(shipped.FOLDER / "dflash", tmp_path / "shipped" / "dflash")
+    shutil.copytree(start, more)
+    tensors = load_file(more / "model.safetensors")
+    tensors = {key: tensor.half() if tensor.is_floating_point() else tensor
+               for key, tensor in tensors.items()}  # fmt: skip
+    tensors[changed] += 1
+    save_file(tensors, more / "model.safetensors")
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
+    monkeypatch.setattr(shipped, "cache_folder", lambda: tmp_path / "cache")
+    shipped.pack(more, name)
+    assert load_file(more / "model.safetensors").keys() == {changed}
+    whole = shipped.drafter_folder("embedded:more")
+    found = load_file(whole / "model.safetensors")
+    assert found.keys() == tensors.keys() and not (whole / "packed.json").exists()
+    for key, tensor in tensors.items():
+        assert torch.equal(found[key].to(tensor.dtype), tensor), key
+    with pytest.raises(CheckpointError, match="is based on embedded:dflash"):
+        shipped.pack(whole, "embedded:more")
+    with pytest.raises(CheckpointError, match="no shipped drafter is called"):
+        shipped.pack(whole, "embedded:eagle")
+
+
 def test_a_head_of_its_own_cannot_be_left_out(tmp_path):
     whole = tmp_path / "whole"
     shutil.copytree(shipped.drafter_folder("embedded:dflash"), whole)

@@ -208,6 +208,32 @@ def test_carryover_training_moves_the_marker_and_control_has_none(tmp_path, tiny
     assert losses["carryover"] != losses["control"]
 
 
+@pytest.mark.parametrize(
+    ("steps", "trained", "still"),
+    [
+        ({"max_steps": 3}, "all", lambda name: name != "carryover_marker"),
+        ({"max_steps": 5}, "all", lambda name: name.startswith("lm_head")),
+        (
+            {"max_steps": 5}, "attention",
+            lambda name: ".mlp." in name or name.startswith(("markov_head", "lm_head")),
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_continuation_leaves_as_it_was(tmp_path, tiny_llama, steps, trained, still):
+    baseline = make_run(tmp_path / "start", tiny_llama, max_steps=2, regime="markov")
+    train(baseline)
+    start = baseline.run_folder / "last"
+    assignment = make_run(
+        tmp_path / "more", tiny_llama, kind="carryover", start_from=start, regime="markov",
+        optimizer={"marker_only_steps": 3}, continuation={"trained": trained}, **steps,
+    )  # fmt: skip
+    train(assignment)
+    before, after = (weights(assignment.run_folder / name) for name in ("initial", "last"))
+    assert after.keys() == before.keys() and "carryover_marker" in after
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) == still(name), name
+
+
 def test_bfloat16_computes_beside_float32_weights(tmp_path, tiny_llama):
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -202,12 +202,20 @@ def export(
             "--packed", help="Leave out the embedded target's LM head, to ship in this package."
         ),
     ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --packed: a shipped drafter; what is the same is left out."
+        ),
+    ] = None,
     tracking_uri: TrackingUriOption = None,
 ) -> None:
     """Write a drafter to give away: 16-bit weights, no trace of this machine, and a model card."""
     from carryover.drafters.export import export as write
     from carryover.drafters.shipped import drafter_folder
 
+    if base is not None and not packed:
+        raise typer.BadParameter("goes with --packed alone", param_hint="--base")
     figures = ""
     if bench:
         from carryover.bench.compare import markdown_figures, read_runs
@@ -216,7 +224,7 @@ def export(
         figures = markdown_figures(read_runs(Tracker(tracking_uri), bench))
     folder = write(
         drafter_folder(path), out, dtype=dtype.value, license_id=license_id, data=data,
-        figures=figures, limits=limits, packed=packed,
+        figures=figures, limits=limits, packed=packed, base=base,
     )  # fmt: skip
     size = sum(file.stat().st_size for file in folder.iterdir())
     typer.echo(f"{folder}: {size / 1e6:.1f} MB; its card is {folder / 'README.md'}")

@@ -35,6 +35,7 @@ def export(
     figures: str = "",
     limits: str = "",
     packed: bool = False,
+    base: str | None = None,
 ) -> Path:
     """Write a checkpoint for others: the same drafter, rounded to `dtype`, with a model card.
 
@@ -47,6 +48,7 @@ def export(
         figures: what was measured, Markdown.
         limits: what it should not be used for, a paragraph of Markdown.
         packed: leave out the LM head, as `shipped.py` describes.
+        base: with `packed`, a shipped drafter whose weights are left out where they are the same.
 
     Returns:
         `out`.
@@ -74,7 +76,7 @@ def export(
         }
     checkpoint.save(drafter, out, record)
     if packed:
-        pack(out)
+        pack(out, base)
     described = {**checkpoint.describe(out), "license": license_id}
     write_whole(
         out / CARD, model_card(described, record, data=data, figures=figures, limits=limits)

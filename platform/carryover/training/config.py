@@ -78,6 +78,12 @@ class ContinuationSettings(Config):
 
     epochs: float = Field(3.0, gt=0, description="How often every pack is seen (paper: 3).")
     lr: float | None = Field(None, gt=0, description="Peak learning rate; null: optimizer.lr.")
+    trained: Literal["all", "attention"] = Field(
+        "all",
+        description="all: every weight. attention: MLPs and the Markov head stay as they are; to "
+        "read carried rows is attention's work, and a shipped file then holds what differs from "
+        "its baseline alone.",
+    )
 
 
 class CheckpointSettings(Config):

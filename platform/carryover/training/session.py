@@ -140,6 +140,8 @@ def build_loop(assignment: Assignment, *, workers: Workers, reporter: Reporter) 
         assignment, data, list(drafter.target_layer_ids), workers, reporter
     )
     drafter = drafter.to(device)
+    if assignment.kind != "baseline" and config.continuation.trained == "attention":
+        freeze_outside_attention(drafter)
     material = Material(data.corpus, data.packs, data.held_out, source)
     scale = _marker_lr_scale(assignment, material, drafter, resume_from)
     optimizer = config.optimizer.model_copy(update={"marker_lr_scale": scale})
@@ -156,6 +158,13 @@ def build_loop(assignment: Assignment, *, workers: Workers, reporter: Reporter) 
         resume_from=resume_from,
         evaluate_first=assignment.kind != "baseline",
     )
+
+
+def freeze_outside_attention(drafter: nn.Module) -> None:
+    """Keep MLPs and the Markov head as they are."""
+    for name, parameter in drafter.named_parameters():
+        if ".mlp." in name or name.startswith("markov_head."):
+            parameter.requires_grad_(False)
 
 
 def _marker_lr_scale(
