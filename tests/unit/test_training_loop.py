@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,8 +11,13 @@ from training_runs import Remember, make_run, rows, train, weights
 
 from carryover.drafters import checkpoint
 from carryover.errors import CheckpointError, ConfigError
+from carryover.training import carryover
+from carryover.training import evaluate as evaluation
+from carryover.training.anchors import block_labels
 from carryover.training.session import Stopped, build_loop
 from carryover.training.snapshots import read_progress
+from carryover.training.step import recorded_acceptance
+from carryover.training.verification import verify
 from carryover.training.workers import Workers
 
 
@@ -206,6 +212,45 @@ def test_carryover_training_moves_the_marker_and_control_has_none(tmp_path, tiny
     marker = weights(tmp_path / "carryover" / "run" / "last")["carryover_marker"]
     assert marker.norm() > 0
     assert losses["carryover"] != losses["control"]
+
+
+def test_what_carried_rows_tell_is_learned(tmp_path, tiny_llama, monkeypatch):
+    """A positive control: where rows tell what follows, the drafter learns to read them.
+
+    Responses are random, so nothing else tells. The target verifies the recorded tokens in place of
+    the proposals, so each carried row is the state of a token that the next draft must predict.
+    """
+    data = [
+        {**row, "response_ids": np.random.default_rng(row["id"]).integers(5, 320, 40).tolist()}
+        for row in rows(64)
+    ]
+    shape = {"drafter": {"proposal_length": 3}, "data": data}
+    baseline = make_run(tmp_path / "start", tiny_llama, max_steps=2, **shape)
+    train(baseline)
+    taken = {}
+
+    def remember(batch, anchors_A, tokens_AB):
+        taken["rows_AB"], _ = block_labels(batch, anchors_A, tokens_AB.shape[1])
+        taken["batch"] = batch
+        return recorded_acceptance(batch, anchors_A, tokens_AB)
+
+    def verify_recorded(model, *, tokens_AB, **values):
+        recorded_AB = taken["batch"].input_ids_T[taken["rows_AB"]]
+        return verify(model, tokens_AB=recorded_AB, **values)
+
+    for module in (carryover, evaluation):
+        monkeypatch.setattr(module, "recorded_acceptance", remember)
+    monkeypatch.setattr(carryover, "verify", verify_recorded)
+    assignment = make_run(
+        tmp_path / "more", tiny_llama, kind="carryover", start_from=baseline.run_folder / "last",
+        max_steps=200, optimizer={"marker_only_steps": 0}, evaluation={"every_steps": 1000},
+        step={"num_anchors": 64, "loss": {"kl": 0.0}}, checkpoints={"every_steps": 1000}, **shape,
+    )  # fmt: skip
+    _, reporter = train(assignment)
+    metrics = reporter.of("step")[-1]["metrics"]
+    # the next anchor follows the old one, so rows stand at its slots 1 and 2 and none at slot 3
+    assert metrics["accuracy/position_1"] > 0.5 and metrics["accuracy/position_2"] > 0.5
+    assert metrics["accuracy/position_3"] < 0.2 and metrics["accepted_length/draft_1"] < 0.2
 
 
 @pytest.mark.parametrize(
