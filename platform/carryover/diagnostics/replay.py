@@ -12,7 +12,7 @@ Carryover Drafting (arXiv 2609.14717), section 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from carryover.drafters.blocks import Blocks
+from carryover.drafters.blocks import Blocks, Carried
 from carryover.drafters.models import BlockDrafter
 from carryover.errors import CheckpointError, DataError
 from carryover.training.anchors import anchored_blocks, block_labels
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 TOPS = (1, 16)
 _Z = 1.96
+_BLOCKS_AT_ONCE = 256
 # Logits held at a time, in elements: 64 MiB of float32.
 _MAX_LOGITS = 16 << 20
 
@@ -111,11 +112,14 @@ def replay(
     ranks: dict[str, list[np.ndarray]] = {name: [] for name in drafters}
     valid: list[np.ndarray] = []
     all_rounds = 0
-    for taken in carrying_rounds(drafter, target_model, corpus, packs, source, device=device):
-        all_rounds += len(taken.anchors_A)
-        taken = _with_carried_rows(taken)
-        if not len(taken.anchors_A):
-            continue
+
+    def count_all() -> Iterator[Rounds]:
+        nonlocal all_rounds
+        for taken in carrying_rounds(drafter, target_model, corpus, packs, source, device=device):
+            all_rounds += len(taken.anchors_A)
+            yield _with_carried_rows(taken)
+
+    for taken in _together(count_all()):
         batch, blocks = taken.batch, taken.blocks
         plain = anchored_blocks(batch, taken.anchors_A)
         rows_AB, valid_AB = block_labels(batch, taken.anchors_A, drafter.proposal_length)
@@ -153,6 +157,43 @@ def _check(
         if not corpus.greedy(rows).all():
             raise DataError("replay needs responses of temperature 0: only there is the recorded "
                             "token the target's top token")  # fmt: skip
+
+
+def _together(rounds: Iterable[Rounds]) -> Iterator[Rounds]:
+    """The same rounds, many of a batch at a time: each draft reads the whole batch's context."""
+    held: list[Rounds] = []
+    for taken in rounds:
+        if held and (
+            taken.batch is not held[0].batch
+            or sum(len(each.anchors_A) for each in held) >= _BLOCKS_AT_ONCE
+        ):
+            yield _joined(held)
+            held = []
+        if len(taken.anchors_A):
+            held.append(taken)
+    if held:
+        yield _joined(held)
+
+
+def _joined(rounds: Sequence[Rounds]) -> Rounds:
+    """Rounds of one batch as one, by packed row."""
+    anchors_A, order_A = torch.cat([each.anchors_A for each in rounds]).sort()
+    blocks = [each.blocks for each in rounds]
+    fields: dict[str, Carried | torch.Tensor] = {}
+    if blocks[0].carried is not None:
+        fields["carried"] = Carried(
+            torch.cat([each.carried.hidden_ARC for each in blocks]),
+            torch.cat([each.carried.positions_AR for each in blocks]),
+            torch.cat([each.carried.valid_AR for each in blocks]),
+        )
+    if blocks[0].hints_AS is not None:
+        fields["hints_AS"] = torch.cat([each.hints_AS for each in blocks])
+    return Rounds(
+        batch=rounds[0].batch,
+        anchors_A=anchors_A,
+        blocks=replace(anchored_blocks(rounds[0].batch, anchors_A), **select(fields, order_A)),
+        accepted_A=torch.cat([each.accepted_A for each in rounds])[order_A],
+    )
 
 
 def _with_carried_rows(taken: Rounds) -> Rounds:
