@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from results_scenes import record_bench, record_training
+from results_scenes import record_bench, record_diagnoses, record_training
 
 from carryover import cli
 from carryover.bench import statistics
@@ -53,6 +53,7 @@ def store(tmp_path_factory):
     record_training(tracker, "small", "baseline", hours=2.0, acceptance=2.3)
     record_training(tracker, "small-carryover", "carryover", hours=0.5, acceptance=2.5)
     record_training(tracker, "small-control", "control", hours=0.25)
+    record_diagnoses(tracker)
     ids["twice"] = [record_training(tracker, "twice", "baseline") for _ in range(2)]
     return tracker.uri, ids
 
@@ -87,6 +88,7 @@ def whole(store):
         section(
             offline=[ids["offline"]], online=[ids["sweep"]],
             training=["small", "small-carryover", "small-control"],
+            diagnostics=["small headroom", "small replay"],
             tried=[{"what": "twice the marker", "run": "small-control", "gave": "nothing"}],
         ),
         {"name": "Embedded target"},
@@ -134,9 +136,10 @@ def test_the_page_can_be_made_again_without_the_store(results, whole, tmp_path, 
     docs = tmp_path / "docs"
     page = (docs / "RESULTS.md").read_text()
     kept = sorted((docs / "results" / "runs").iterdir())
-    assert [file.suffix for file in kept].count(".parquet") == 2 and len(kept) == 7
+    assert [file.suffix for file in kept].count(".parquet") == 2 and len(kept) == 9
     told = "".join(file.read_text() for file in kept if file.suffix == ".json")
-    assert str(tmp_path) not in told and "carryover.host" not in told and "LD_PRELOAD" not in told
+    for secret in (str(tmp_path), "someone", "carryover.host", "LD_PRELOAD"):
+        assert secret not in told
     (docs / "RESULTS.md").unlink()
     elsewhere = ["--tracking-uri", f"sqlite:///{tmp_path}/empty.db"]
     assert results(*whole, arguments=elsewhere)[0] == 0
@@ -189,6 +192,13 @@ def check_tables(text):
     assert row(online, "–", "autoregressive", "ar")[5] == "–"
     sweep = text.split("sweep over concurrency")[1]
     assert interval(row(sweep, "32", "48")[6])[1] > 2
+    carried = text.split("is there anything to carry?")[1].split("\n### ")[0]
+    (headroom,) = set(re.findall(r"`small headroom` \(`\w{8}`\)", carried))
+    cells = row(carried, headroom, "90")
+    assert cells[2:] == ["2.50", "1.75", "0.50", "0.25", "2.10", "2.17", "+3.4% [+1.1, +5.8]"]
+    assert row(carried, headroom, "only the rejected row")[2:] == ["0.062", "0.125"]
+    (replay,) = set(re.findall(r"`small replay` \(`\w{8}`\)", carried))
+    assert row(carried, replay)[1:] == ["90", "2.25", "2.20", "–", "+5.0 ± 1.3", "–"]
     training = text.split("what training cost")[1]
     cost = row(training, next(c for c in re.findall(r"`small-carryover` \(`\w{8}`\)", training)))
     assert cost[1:] == ["carryover", "dflash", "100", "5,000,000", "0.50", "2", "1.00", "2.50"]
@@ -256,6 +266,7 @@ def test_invalid_and_partial_runs_are_marked(results, store, tmp_path):
         ({"training": ["smal"]}, "'small-carryover' ("),
         ({"training": ["twice"]}, "2 runs in"),
         ({"tried": [{"what": "x", "gave": "y", "run": "gone"}]}, "'train' or 'targets' or 'bench'"),
+        ({"diagnostics": ["gone"]}, "no run 'gone' in the experiment 'diagnostics'"),
         ({"offline": ["sweep"]}, "is an online bench and is listed as offline"),
         ({"offline": ["small"]}, "is no bench"),
         ({"offline": ["offline"], "regimes": {"dflash": {"baseline": ["bb"]}}},

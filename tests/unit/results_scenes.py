@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from math import nan
+from pathlib import Path
 from unittest import mock
 
 from bench_backends import RuleBackend, make_prompts
@@ -17,6 +19,11 @@ from carryover.bench.client import Response
 from carryover.bench.records import Condition
 from carryover.bench.session import Bench, run_bench
 from carryover.bench.settings import BenchConfig
+from carryover.bench.statistics import Interval
+from carryover.diagnostics.headroom import Headroom, SlotHeadroom
+from carryover.diagnostics.recording import record
+from carryover.diagnostics.replay import Recall, Replay
+from carryover.diagnostics.session import Job
 
 PROPOSALS, ROUNDS, ROUND_S = 3, 40, 0.010
 # the target alone takes 0.9 of a round for a token
@@ -89,6 +96,20 @@ def record_bench(
         except KeyboardInterrupt:
             (cut,) = folder.iterdir()
             return str(cut)
+
+
+def record_diagnoses(tracker):
+    """A headroom and a replay of drafters with 2 proposals."""
+    job = Job(Path("/home/someone/drafter"), Path("responses.parquet"))
+    slots = [SlotHeadroom(1, 90, 0.71, 0.25, 0.0625), SlotHeadroom(2, 80, 0.5, 0.25, 0.125)]
+    alone, mixed = Interval(2.1, 2.0, 2.2), Interval(2.17, 2.1, 2.3)
+    gain = Interval(1.034, 1.011, 1.058)
+    found = Headroom(100, 90, 2.5, 1.75, 0.5, 0.25, slots, alone, mixed, gain)
+    record(tracker, "headroom", "small headroom", job, found)
+    rates = {"on": 0.75, "off": 0.7}
+    recalls = [Recall(1, 1, 90, rates, 0.05, 0.013), Recall(2, 1, 0, {}, nan, nan)]
+    replayed = Replay(90, 99, {"on": 2.25, "off": 2.2}, recalls)
+    record(tracker, "replay", "small replay", job, replayed)
 
 
 def record_training(tracker, name, kind, *, regime="dflash", hours=1.0, acceptance=2.0):
