@@ -2,7 +2,7 @@
 # Train and measure everything that the results page is made from, on one target.
 #
 #   infra/results.sh laboratory|embedded train             data, target, drafters: hours
-#   infra/results.sh laboratory|embedded measure PROMPTS   benches, alone on the machine
+#   infra/results.sh laboratory|embedded measure PROMPTS   benches and diagnoses, alone on the machine
 #
 # PROMPTS is what `platform bench` takes: prompts that nothing was trained on. Run it again after an
 # interruption: every step goes on where it was, and what is finished is reused. Results lie in
@@ -119,6 +119,20 @@ online() {
   trap - EXIT
 }
 
+# What there is to carry, and whether it is read, on answers to the prompts of the benches.
+diagnose() {
+  local regime=$1 name=$subject-$1 seed answers=$results/responses done=$results/diagnosed-$1
+  [ ! -e "$done" ] || return 0
+  step "$platform" data regenerate --target "$target" --prompts "$prompts" --limit "$num_eval" \
+    --out "$answers" --set temperatures=[0.0] --set max_new_tokens=128
+  step "$platform" checkpoint headroom "runs/train/$name/best" -d "$answers" --name "$name-headroom"
+  for seed in "${seeds[@]}"; do
+    step "$platform" checkpoint replay "runs/train/$name-carryover-$seed/last" -d "$answers" \
+      --baseline "runs/train/$name/best" --name "$name-carryover-$seed-replay"
+  done
+  touch "$done"
+}
+
 if [ "$2" = train ]; then
   data
   drafters
@@ -127,6 +141,7 @@ else
   for regime in "${regimes[@]}"; do
     offline "$regime"
     online "$regime"
+    diagnose "$regime"
   done
   echo "next:  name $results in jobs/configs/results.yaml, and: platform results"
 fi

@@ -100,6 +100,9 @@ def test_measuring_goes_on_where_it_was_and_leaves_no_server(script):
     (again,) = [line for line in asked if line[0] == "bench"]
     assert again == ["bench", "online", "--resume", "runs/results/embedded/online-dflash"]
     assert "offline-dflash is finished" in done.stdout
+    assert [line[:2] for line in asked if line[0] in ("data", "checkpoint")] == [
+        ["data", "regenerate"], ["checkpoint", "headroom"], ["checkpoint", "replay"],
+    ]  # fmt: skip
     done, asked = script(*words, REGIMES="dflash", SEEDS="1")
     assert done.returncode == 0 and asked == []
 
