@@ -107,7 +107,8 @@ online() {
   server=$!
   # shellcheck disable=SC2064 # the id of this server
   trap "kill $server 2>/dev/null; wait $server 2>/dev/null" EXIT
-  until curl -fs "$url/v1/models" >/dev/null 2>&1; do
+  # the endpoint answers before its arms do
+  until grep -qs "^ready" "$results/serve-$regime.log"; do
     kill -0 "$server" 2>/dev/null || { tail -n 20 "$results/serve-$regime.log" >&2; exit 1; }
     sleep 2
   done

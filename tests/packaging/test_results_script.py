@@ -16,6 +16,8 @@ with open(os.environ["ASKED"], "a") as file:
     file.write(json.dumps(words) + "\\n")
 if os.environ.get("FAIL_AT") in words:
     sys.exit(1)
+if words[:2] == ["bench", "online"] and not os.path.exists(os.environ["ASKED"] + ".ready"):
+    sys.exit("the arms are not ready")
 if words[:1] == ["bench"] and "--out" in words:
     out = words[words.index("--out") + 1]
     os.makedirs(out)
@@ -30,7 +32,11 @@ if words[0] == "serve":
             self.send_response(200); self.end_headers()
         def log_message(self, *words): pass
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    http.server.HTTPServer(("127.0.0.1", port), Models).serve_forever()
+    server = http.server.HTTPServer(("127.0.0.1", port), Models)
+    time.sleep(0.5)
+    open(os.environ["ASKED"] + ".ready", "w").close()
+    print("ready", flush=True)
+    server.serve_forever()
 """
 
 
@@ -52,6 +58,7 @@ def script(tmp_path, repository):
     def run(*words, **environment):
         asked = tmp_path / "asked"
         asked.unlink(missing_ok=True)
+        (tmp_path / "asked.ready").unlink(missing_ok=True)
         told = {"CARRYOVER_VENV": str(tmp_path / "venv"), "ASKED": str(asked), "PORT": str(port)}
         done = subprocess.run(
             [copy, *words], env={**os.environ, **told, **environment}, text=True, timeout=60,
