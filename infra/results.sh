@@ -95,21 +95,23 @@ offline() {
 
 online() {
   local regime=$1 name=$subject-$1 seed=${seeds[0]} port=${PORT:-8765} url server
+  local log=$results/serve-$1.log
   url=http://127.0.0.1:$port
   local arms="[{name: autoregressive}, {name: $regime, drafter: runs/train/$name/best}"
   arms+=", {name: $regime-control-$seed, drafter: runs/train/$name-control-$seed/last}"
   arms+=", {name: $regime-carryover-$seed, drafter: runs/train/$name-carryover-$seed/last}]"
   [ ! -e "$results/online-$regime/finished" ] || return 0
+  rm -f "$log"  # or an earlier server's would say that this one is ready
   # not through step, so that its id is the server's; a job in the background ignores SIGINT
   "$platform" serve -c serve_apps/configs/embedded.yaml --set "name=$name" \
     --set "target=$target" --set "arms=$arms" --set "http.port=$port" \
-    --set engine.max_num_seqs=32 >"$results/serve-$regime.log" 2>&1 &
+    --set engine.max_num_seqs=32 >"$log" 2>&1 &
   server=$!
   # shellcheck disable=SC2064 # the id of this server
   trap "kill $server 2>/dev/null; wait $server 2>/dev/null" EXIT
   # the endpoint answers before its arms do
-  until grep -qs "^ready" "$results/serve-$regime.log"; do
-    kill -0 "$server" 2>/dev/null || { tail -n 20 "$results/serve-$regime.log" >&2; exit 1; }
+  until grep -qs "^ready" "$log"; do
+    kill -0 "$server" 2>/dev/null || { tail -n 20 "$log" >&2; exit 1; }
     sleep 2
   done
   bench "$results/online-$regime" online --url "$url" --temperature 0 --max-tokens 128 \

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from carryover.bench.statistics import Interval, ratio_between, ratio_of_sums
-from carryover.drafters.drafting import draft
+from carryover.drafters.drafting import MAX_LOGITS
 from carryover.drafters.models import BlockDrafter
 from carryover.errors import DataError
 from carryover.training.anchors import anchored_blocks, block_labels
@@ -48,8 +48,6 @@ _TOP_DRAFT, _TOP_CARRIED = 16, 4
 _FIT_STEPS, _FIT_LR, _WEIGHT_DECAY = 200, 0.05, 1e-3
 _MIN_RESPONSES = 4
 _NEVER = -1e4
-# Logits held at a time, in elements: 64 MiB of float32.
-_MAX_LOGITS = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -199,12 +197,11 @@ def _next_drafts(
     if not kept_A.any():
         return []
     anchors_N, accepted_N = taken.anchors_A[kept_A], taken.accepted_A[kept_A]
-    blocks = anchored_blocks(batch, anchors_N)
-    proposals_NB = draft(drafter, batch.context, blocks)
+    proposals_NB = taken.proposals_AB[kept_A]
     states = verify(
         target_model,
         prefix=batch.prefix,
-        blocks=blocks,
+        blocks=anchored_blocks(batch, anchors_N),
         tokens_AB=proposals_NB,
         layer_ids=drafter.target_layer_ids,
     )
@@ -296,9 +293,7 @@ def _score_head(
     to_draft = drafter.target_to_draft
     if to_draft is not None:
         labels_NB = to_draft[labels_NB]
-    weight_VD = drafter.lm_head.weight
-    length = labels_NB.shape[1]
-    at_once = max(1, _MAX_LOGITS // (length * weight_VD.shape[0]))
+    at_once = max(1, MAX_LOGITS // (labels_NB.shape[1] * drafter.lm_head.weight.shape[0]))
     pieces = []
     for hidden_MBD, last_MBD, met_FMB, labels_MB, previous_MB in zip(
         hidden_NSD[:, 1:].split(at_once),
@@ -308,10 +303,7 @@ def _score_head(
         previous_NB.split(at_once),
         strict=True,
     ):
-        logits_QV = hidden_MBD.flatten(0, 1).to(weight_VD.dtype) @ weight_VD.T
-        markov = drafter.markov_factors(previous_MB.flatten())
-        if markov is not None:
-            logits_QV = logits_QV + markov[0] @ markov[1].T
+        logits_QV = drafter.logits(hidden_MBD.flatten(0, 1), previous_MB.flatten())
         own_MBV = logits_QV.float().log_softmax(-1).unflatten(0, labels_MB.shape)
         told_MBV = _target_scores(drafter, last_MBD.flatten(0, 1)).unflatten(0, labels_MB.shape)
         pieces.append(_candidates(own_MBV, told_MBV, met_FMB, labels_MB))

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from carryover.drafters.blocks import Blocks, Carried
+from carryover.drafters.drafting import MAX_LOGITS
 from carryover.drafters.models import BlockDrafter
 from carryover.errors import CheckpointError, DataError
 from carryover.training.anchors import anchored_blocks, block_labels
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 TOPS = (1, 16)
 _Z = 1.96
 _BLOCKS_AT_ONCE = 256
-# Logits held at a time, in elements: 64 MiB of float32.
-_MAX_LOGITS = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -192,6 +191,7 @@ def _joined(rounds: Sequence[Rounds]) -> Rounds:
         batch=rounds[0].batch,
         anchors_A=anchors_A,
         blocks=replace(anchored_blocks(rounds[0].batch, anchors_A), **select(fields, order_A)),
+        proposals_AB=torch.cat([each.proposals_AB for each in rounds])[order_A],
         accepted_A=torch.cat([each.accepted_A for each in rounds])[order_A],
     )
 
@@ -214,6 +214,7 @@ def _with_carried_rows(taken: Rounds) -> Rounds:
         taken,
         anchors_A=anchors_A,
         blocks=replace(anchored_blocks(taken.batch, anchors_A), **select(fields, has_A)),
+        proposals_AB=taken.proposals_AB[has_A],
         accepted_A=taken.accepted_A[has_A],
     )
 
@@ -243,19 +244,15 @@ def _rank_head(
     tokens_AB: torch.Tensor,
     previous_AB: torch.Tensor,
 ) -> torch.Tensor:
-    weight_VD = drafter.lm_head.weight
     to_draft = drafter.target_to_draft
     labels_N = (tokens_AB if to_draft is None else to_draft[tokens_AB]).flatten()
-    hidden_ND = hidden_ASD[:, 1:].flatten(0, 1).to(weight_VD.dtype)
-    rows = max(1, _MAX_LOGITS // weight_VD.shape[0])
+    hidden_ND = hidden_ASD[:, 1:].flatten(0, 1)
+    rows = max(1, MAX_LOGITS // drafter.lm_head.weight.shape[0])
     found = []
     for hidden_MD, labels_M, previous_M in zip(
         hidden_ND.split(rows), labels_N.split(rows), previous_AB.flatten().split(rows), strict=True
     ):
-        logits_MV = hidden_MD @ weight_VD.T
-        markov = drafter.markov_factors(previous_M)
-        if markov is not None:
-            logits_MV = logits_MV + markov[0] @ markov[1].T
+        logits_MV = drafter.logits(hidden_MD, previous_M)
         truth_M1 = logits_MV.gather(1, labels_M.clamp(min=0)[:, None])
         rank_M = (logits_MV > truth_M1).sum(1)
         found.append(torch.where(labels_M < 0, torch.iinfo(torch.long).max, rank_M))

@@ -12,7 +12,7 @@ from carryover.drafters.blocks import Blocks, Context
 from carryover.drafters.models import BlockDrafter
 
 # Logits held at a time, in elements: 64 MiB of float32.
-_MAX_LOGITS = 16 << 20
+MAX_LOGITS = 16 << 20
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def _pick(
     weight_VD = drafter.lm_head.weight
     draft_to_target = drafter.draft_to_target
     if blocks_at_once is None:
-        blocks_at_once = max(1, _MAX_LOGITS // (drafter.proposal_length * weight_VD.shape[0]))
+        blocks_at_once = max(1, MAX_LOGITS // (drafter.proposal_length * weight_VD.shape[0]))
     picked = []
     for hidden_MBD, previous_M in zip(
         hidden_ASD[:, 1:].split(blocks_at_once), anchors_A.split(blocks_at_once), strict=True

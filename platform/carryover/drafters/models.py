@@ -86,6 +86,18 @@ class BlockDrafter(nn.Module):
             return None
         return self.markov_head.markov_w1(previous_N), self.markov_head.markov_w2.weight
 
+    def logits(self, hidden_ND: torch.Tensor, previous_N: torch.Tensor) -> torch.Tensor:
+        """Logits over the draft vocabulary, [N, V].
+
+        Args:
+            hidden_ND: slots after the final norm.
+            previous_N: the token before each slot's; DFlash does not look at it.
+        """
+        weight_VD = self.lm_head.weight
+        logits_NV = hidden_ND.to(weight_VD.dtype) @ weight_VD.T
+        markov = self.markov_factors(previous_N)
+        return logits_NV if markov is None else logits_NV + markov[0] @ markov[1].T
+
     def forward(
         self,
         context: Context,

@@ -42,17 +42,26 @@ def drafter_folder(name: str | Path) -> Path:
         CheckpointError: no shipped drafter is called so.
         TargetError: the embedded target, whose LM head it needs, cannot be made.
     """
-    folder = _known(Path(name))
-    if not str(folder).startswith(PREFIX):
-        return folder.expanduser()
-    return unpack(FOLDER / str(folder).removeprefix(PREFIX))
+    if str(name).startswith(PREFIX):
+        return unpack(_packed(str(name)))
+    return Path(name).expanduser()
+
+
+def _packed(name: str) -> Path:
+    """Where a shipped drafter lies.
+
+    Raises:
+        CheckpointError: none is called so.
+    """
+    if name not in shipped_names():
+        known = ", ".join(shipped_names()) or "none in this build"
+        raise CheckpointError(f"no shipped drafter is called {name!r}; there are: {known}")
+    return FOLDER / name.removeprefix(PREFIX)
 
 
 def _known(folder: Path) -> Path:
-    name = str(folder)
-    if name.startswith(PREFIX) and name not in shipped_names():
-        known = ", ".join(shipped_names()) or "none in this build"
-        raise CheckpointError(f"no shipped drafter is called {name!r}; there are: {known}")
+    if str(folder).startswith(PREFIX):
+        _packed(str(folder))
     return folder
 
 
@@ -81,7 +90,7 @@ def pack(folder: Path, base: str | None = None) -> None:
     if head is not None and not head.equal(_head(tensors).to(head.dtype)):
         raise CheckpointError(f"{folder}: its LM head is not the embedded target's; ship it whole")
     if base is not None:
-        packed = FOLDER / str(_known(Path(base))).removeprefix(PREFIX)
+        packed = _packed(base)
         if _base(packed) is not None:
             raise CheckpointError(f"{base} is based on {_base(packed)}: take that for the base")
         common = load_file(packed / _WEIGHTS)
@@ -111,7 +120,7 @@ def unpack(packed: Path) -> Path:
     weights = [packed / _WEIGHTS]
     base = _base(packed)
     if base is not None:
-        weights.append(FOLDER / base.removeprefix(PREFIX) / _WEIGHTS)
+        weights.append(_packed(base) / _WEIGHTS)
     version = "-".join(file_sha256(path)[:12] for path in weights)
     folder = cache_folder() / "drafters" / f"{packed.name}-{version}"
     folder.parent.mkdir(parents=True, exist_ok=True)

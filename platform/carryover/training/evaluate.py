@@ -14,7 +14,7 @@ The last rounds of a response that was cut are left out when the cut hides recor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -98,11 +98,8 @@ def evaluate(
         source: the target's states.
         device: of the drafter.
     """
-    counted = _Counter(drafter.proposal_length)
-    for taken in decoding_rounds(drafter, corpus, packs, source, device=device):
-        for accepted in taken.accepted_A.tolist():
-            counted.add(accepted)
-    return counted.acceptance()
+    rounds = decoding_rounds(drafter, corpus, packs, source, device=device)
+    return _acceptance(rounds, drafter.proposal_length)
 
 
 @torch.no_grad()
@@ -125,11 +122,8 @@ def evaluate_carrying(
         source: the target's states, with their prefix.
         device: of the drafter.
     """
-    counted = _Counter(drafter.proposal_length)
-    for taken in carrying_rounds(drafter, target_model, corpus, packs, source, device=device):
-        for accepted in taken.accepted_A.tolist():
-            counted.add(accepted)
-    return counted.acceptance()
+    rounds = carrying_rounds(drafter, target_model, corpus, packs, source, device=device)
+    return _acceptance(rounds, drafter.proposal_length)
 
 
 @dataclass(frozen=True)
@@ -140,12 +134,14 @@ class Rounds:
         batch: the packed sequence of the responses.
         anchors_A: packed rows of the anchors.
         blocks: their blocks, with what the rounds before left.
+        proposals_AB: what was proposed.
         accepted_A: how many proposals pass.
     """
 
     batch: Batch
     anchors_A: torch.Tensor
     blocks: Blocks
+    proposals_AB: torch.Tensor
     accepted_A: torch.Tensor
 
 
@@ -167,16 +163,19 @@ def decoding_rounds(
         anchors_A = anchor_candidates(batch).nonzero().squeeze(-1)
         proposals_AB = draft(drafter, batch.context, anchored_blocks(batch, anchors_A))
         accepted_A = recorded_acceptance(batch, anchors_A, proposals_AB)
-        accepted = dict(zip(anchors_A.tolist(), accepted_A.tolist(), strict=True))
+        place_of = {anchor: place for place, anchor in enumerate(anchors_A.tolist())}
+        accepted = accepted_A.tolist()
         firsts, lasts = _anchor_range(corpus, rows, drafter.proposal_length)
         walked = []
         for anchor, last in zip(firsts, lasts, strict=True):
             while anchor <= last:
-                walked.append(anchor)
-                anchor += accepted[anchor] + 1
-        anchors_A = torch.tensor(walked, dtype=torch.long, device=device)
-        accepted_A = torch.tensor([accepted[anchor] for anchor in walked], device=device)
-        yield Rounds(batch, anchors_A, anchored_blocks(batch, anchors_A), accepted_A.long())
+                place = place_of[anchor]
+                walked.append(place)
+                anchor += accepted[place] + 1
+        taken_A = torch.tensor(walked, dtype=torch.long, device=device)
+        anchors_A = anchors_A[taken_A]
+        blocks = anchored_blocks(batch, anchors_A)
+        yield Rounds(batch, anchors_A, blocks, proposals_AB[taken_A], accepted_A[taken_A])
 
 
 @torch.no_grad()
@@ -207,7 +206,7 @@ def carrying_rounds(
             blocks = replace(anchored_blocks(batch, anchors_A), **select(carried, going))
             proposals_AB = draft(drafter, batch.context, blocks)
             accepted_A = recorded_acceptance(batch, anchors_A, proposals_AB)
-            yield Rounds(batch, anchors_A, blocks, accepted_A)
+            yield Rounds(batch, anchors_A, blocks, proposals_AB, accepted_A)
             carried = carried_after(drafter, target_model, batch, blocks, proposals_AB, accepted_A)
             anchors_A = anchors_A + accepted_A + 1
 
@@ -226,16 +225,12 @@ def _anchor_range(
     return firsts, lasts
 
 
-class _Counter:
+def _acceptance(rounds: Iterable[Rounds], proposal_length: int) -> Acceptance:
     """Counts rounds by accepted length."""
-
-    def __init__(self, proposal_length: int) -> None:
-        self._rounds = 0
-        self._reached_B = torch.zeros(proposal_length, dtype=torch.float64)
-
-    def add(self, accepted: int) -> None:
-        self._rounds += 1
-        self._reached_B[:accepted] += 1
-
-    def acceptance(self) -> Acceptance:
-        return Acceptance(rounds=float(self._rounds), reached_B=self._reached_B)
+    counted = 0
+    reached_B = torch.zeros(proposal_length, dtype=torch.float64)
+    for taken in rounds:
+        counted += len(taken.accepted_A)
+        places_B = torch.arange(proposal_length, device=taken.accepted_A.device)
+        reached_B += (taken.accepted_A[:, None] > places_B).sum(0).cpu()
+    return Acceptance(rounds=float(counted), reached_B=reached_B)

@@ -25,11 +25,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from carryover.drafters.attention import Chunk, block_attention, plan_chunks
 from carryover.drafters.blocks import Blocks
+from carryover.drafters.drafting import MAX_LOGITS
 from carryover.errors import TargetError
 
 _IMPLEMENTATION = "carryover"
-# Logits held at a time, in elements: 64 MiB of float32.
-_MAX_LOGITS = 16 << 20
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # One layer's attention: (layer index, query, key, value, scale, window) to output; heads second,
@@ -174,7 +173,7 @@ def predictions(model: PreTrainedModel, last_hidden_ABD: torch.Tensor) -> torch.
     """The target's most likely next token after each row, [A, B], a few rows' logits at a time."""
     norm, head = model.get_decoder().norm, model.get_output_embeddings()
     rows = last_hidden_ABD.flatten(0, 1)
-    size = max(1, _MAX_LOGITS // head.weight.shape[0])
+    size = max(1, MAX_LOGITS // head.weight.shape[0])
     return torch.cat([head(norm(part)).argmax(-1) for part in rows.split(size)]).view(
         last_hidden_ABD.shape[:2]
     )
