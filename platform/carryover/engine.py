@@ -244,9 +244,14 @@ def cpu_kv_cache_bytes(
 def kv_bytes_per_token(shape: PretrainedConfig, *, dtype: str) -> int:
     """Bytes that one token takes in the KV cache over all layers (an upper bound where layers
     share a cache or slide)."""
+    return kv_numbers_per_token(shape) * _DTYPE_BYTES[dtype]
+
+
+def kv_numbers_per_token(shape: PretrainedConfig) -> int:
+    """How many numbers the keys and values of one token are, over all layers."""
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return 2 * shape.num_hidden_layers * heads * head_dim * _DTYPE_BYTES[dtype]
+    return 2 * shape.num_hidden_layers * heads * head_dim
 
 
 def free_memory() -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from carryover.bench import crosscheck, offline
 from carryover.bench.online import OnlineConfig, run
-from carryover.errors import ServingError
+from carryover.errors import ConfigError, ServingError
 from carryover.serving.config import Arm
 
 pytestmark = pytest.mark.vllm
@@ -199,8 +199,8 @@ def test_offline_arms_stand_side_by_side_and_give_the_targets_text(engines):
     assert not any(is_engine(child) for child in psutil.Process().children())
 
 
-def test_a_prompt_that_is_too_long_fails_alone(engines, tmp_path):
-    """As a server would answer it with 400: the engine lives on, and every row is kept."""
+def test_prompts_that_are_too_long_are_refused_at_once_or_fail_alone(engines, tmp_path):
+    """As a server would answer one with 400: the engine lives on, and every row is kept."""
     prompts = tmp_path / "prompts.jsonl"
     turns = ["Tell me of rivers.", "river " * 5000, "Tell me of hills."]
     prompts.write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in turns))
@@ -208,11 +208,16 @@ def test_a_prompt_that_is_too_long_fails_alone(engines, tmp_path):
         "arms": engines.arms[:1], "prompts": str(prompts), "num_prompts": 3, "temperature": [0.0],
         "out": tmp_path / "out",
     }  # fmt: skip
-    with pytest.raises(ServingError, match=r"1 of 3 requests failed.*context length"):
-        offline.run(engines.model_copy(update=update))
-    (rows,) = (tmp_path / "out").rglob("requests.parquet")
-    tokens = pq.read_table(rows)["output_tokens"].to_pylist()
-    assert sorted(count > 0 for count in tokens) == [False, True, True]
+    config = engines.model_copy(update=update)
+    with pytest.raises(ConfigError, match=r"1 of 3 prompts do not fit .*\n?.*max_model_len=\d{4}"):
+        offline.run(config)
+    assert not (tmp_path / "out").exists()
+    result = offline.run(config.model_copy(update={"max_failure_share": 0.5}))
+    assert result.summaries["autoregressive"].failed == 1
+    tokens = {r.prompt_id: r.response.output_tokens for r in result.requests}
+    assert sorted(count > 0 for count in tokens.values()) == [False, True, True]
+    (failed,) = [r.response.error for r in result.requests if not r.ok]
+    assert "context length" in failed
 
 
 @pytest.mark.slow

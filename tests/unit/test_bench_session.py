@@ -124,14 +124,28 @@ def test_an_arm_that_dies_ends_the_bench_with_a_clear_error(tmp_path):
     assert resumed.partial is None and len(resumed.requests) == 36
 
 
-def test_failures_are_counted_and_too_many_fail_the_run(tmp_path):
+def test_failures_are_counted_and_too_many_end_the_run_at_once(tmp_path):
     backend = RuleBackend(fail=lambda arm, prompt: arm == "baseline" and prompt.id == 3)
-    with pytest.raises(ServingError, match="1 of 12 requests failed, more than the 2% allowed"):
+    said = r"1 of the 12 requests .* failed already(.|\n)*--resume"
+    with pytest.raises(ServingError, match=said):
         run_rule_bench(tmp_path, backend)
-    result = run_rule_bench(tmp_path, backend, max_failure_share=0.5)
+    last = backend.sent[-1]
+    assert last.arm == "baseline" and 3 in [prompt.id for prompt in last.prompts]
+    assert len(backend.sent) < 9
+    allowed = RuleBackend(fail=backend.fail)
+    result = run_rule_bench(tmp_path, allowed, max_failure_share=0.5)
+    assert len(allowed.sent) >= 9
     assert result.summaries["baseline"].failed == 1
     assert result.comparisons["baseline"].prompts == 11
     assert any("1 of 12 requests failed" in text for text in findings(result, "note"))
+
+
+def test_failures_of_a_bench_that_went_on_still_fail_it_at_its_end(tmp_path):
+    """Resuming with fewer failures allowed finds nothing left to measure."""
+    backend = RuleBackend(fail=lambda arm, prompt: arm == "baseline" and prompt.id == 3)
+    finished = run_rule_bench(tmp_path, backend, max_failure_share=0.5)
+    with pytest.raises(ServingError, match="1 of 12 requests failed, more than the 2% allowed"):
+        run_rule_bench(tmp_path, resume=finished.folder)
 
 
 def test_counters_that_disagree_make_the_run_invalid(tmp_path):

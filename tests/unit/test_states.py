@@ -1,6 +1,7 @@
 """The target's states: read online from packs, and kept on disk."""
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +9,7 @@ import pytest
 import torch
 from training_runs import make_run, rows, table
 
+from carryover.engine import kv_numbers_per_token
 from carryover.errors import DataError, EnvironmentProblem
 from carryover.targets import resolve
 from carryover.training.packing import Corpus
@@ -88,6 +90,41 @@ def test_cached_states_are_the_online_ones(tmp_path, tiny_llama, dtype, toleranc
     assert ids == corpus.row_ids[ROWS_PER_PART:].tolist()
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gemma4"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_a_cached_prefix_is_the_online_one(tmp_path, tiny, architecture, dtype, tolerance):
+    corpus = Corpus(table(rows(11)), max_tokens=80)
+    source, _ = online(tiny(architecture), corpus, keep_prefix=True)
+    cache = cache_of(tmp_path, tiny(architecture), corpus, dtype=dtype, prefix_width=0)
+    cache.build(source)
+    wanted = [9, 0, 3]
+    found, fresh = cache.states(wanted), source.states(wanted)
+    assert found.prefix.layers.keys() == fresh.prefix.layers.keys()
+    for layer, exact in fresh.prefix.layers.items():
+        for stored, computed in zip(found.prefix.layers[layer], exact, strict=True):
+            assert stored.shape == computed.shape
+            torch.testing.assert_close(stored.float(), computed, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(
+        found.hidden_TC.float(), fresh.hidden_TC, atol=tolerance, rtol=tolerance
+    )
+    settings = {"dtype": dtype, "prefix_width": 0, "read_prefix": False}
+    control = cache_of(tmp_path, tiny(architecture), corpus, **settings)
+    assert control.folder == cache.folder and not control.missing_parts()
+    assert control.states(wanted).prefix is None
+    torch.testing.assert_close(control.states(wanted).hidden_TC, found.hidden_TC)
+
+
+def test_room_is_asked_for_the_prefix_too(tmp_path, tiny_llama):
+    target = resolve(str(tiny_llama))
+    corpus = Corpus(table(rows(ROWS_PER_PART + 9)), max_tokens=80)
+    width = kv_numbers_per_token(target.load_config())
+    cache = cache_of(tmp_path, tiny_llama, corpus, prefix_width=width)
+    expected_bytes = cache.missing_bytes()
+    cache.build(online(tiny_llama, corpus, keep_prefix=True)[0])
+    on_disk = sum(file.stat().st_size for file in cache.folder.glob("part-*.arrow"))
+    assert expected_bytes < on_disk < 1.1 * expected_bytes + 100_000
+
+
 def test_an_interrupted_build_continues_with_the_part_it_was_at(tmp_path, tiny_llama):
     corpus = Corpus(table(rows(ROWS_PER_PART + 9)), max_tokens=80)
     source, _ = online(tiny_llama, corpus)
@@ -120,8 +157,9 @@ def test_another_target_layer_choice_type_or_data_has_another_folder(tmp_path, t
         cache_of(tmp_path, tiny_llama, Corpus(table(rows(6)), max_tokens=80)).folder,
         cache_of(tmp_path, tiny_llama, Corpus(table(rows(5)), max_tokens=20)).folder,
         cache_of(tmp_path, tiny("llama", seed=1), corpus).folder,
+        cache_of(tmp_path, tiny_llama, corpus, prefix_width=0).folder,
     }
-    assert len(folders) == 7
+    assert len(folders) == 8
     assert cache_of(tmp_path, tiny_llama, corpus).folder in folders
 
 
@@ -148,11 +186,17 @@ def test_states_beyond_float16_are_refused(tmp_path, tiny_llama):
     cache_of(tmp_path, tiny_llama, corpus, dtype="bfloat16").build(source)
 
 
-def test_only_baselines_are_cached(tmp_path, tiny_llama):
-    settings = {"hidden_states": {"cache": "disk", "cache_folder": str(tmp_path / "hs")}}
-    assignment = make_run(tmp_path / "a", tiny_llama, **settings)
+@pytest.mark.parametrize("prefix", [False, True])
+def test_what_is_cached_for_which_training(tmp_path, tiny_llama, prefix):
+    hidden = {"cache": "disk", "cache_folder": str(tmp_path / "hs"), "cache_prefix": prefix}
+    assignment = make_run(tmp_path / "a", tiny_llama, hidden_states=hidden)
     data = load_data(assignment)
-    assert state_cache(assignment, data, [1, 3]) is not None
-    for kind in ("carryover", "control"):
-        other = type(assignment)(**{**vars(assignment), "kind": kind})
-        assert state_cache(other, data, [1, 3]) is None
+    baseline = state_cache(assignment, data, [1, 3])
+    assert not baseline.keeps_prefix
+    carryover = state_cache(replace(assignment, kind="carryover"), data, [1, 3])
+    control = state_cache(replace(assignment, kind="control"), data, [1, 3])
+    if not prefix:
+        assert carryover is None and control is None
+        return
+    assert carryover.keeps_prefix and carryover.folder == control.folder != baseline.folder
+    assert carryover.size_bytes > baseline.size_bytes

@@ -154,6 +154,27 @@ def test_cached_states_train_as_online_ones(tmp_path, tiny_llama):
     assert again.of("cached") == [] and again.losses() == cached.losses()
 
 
+def test_a_cached_prefix_trains_as_an_online_one_and_arms_share_it(tmp_path, tiny_llama):
+    first = make_run(tmp_path / "start", tiny_llama, max_steps=3)
+    train(first)
+    settings = {"start_from": first.run_folder / "last", "optimizer": {"marker_only_steps": 2}}
+    hidden = {"cache": "disk", "cache_folder": str(tmp_path / "hs"), "cache_dtype": "float32",
+              "cache_prefix": True}  # fmt: skip
+    for kind in ("carryover", "control"):
+        online = make_run(tmp_path / kind / "online", tiny_llama, kind=kind, **settings)
+        cached = make_run(
+            tmp_path / kind / "cached", tiny_llama, kind=kind, hidden_states=hidden, **settings
+        )
+        (_, expected), (_, found) = train(online), train(cached)
+        assert found.losses() == pytest.approx(expected.losses(), rel=1e-4)
+        assert bool(found.of("cached")) == (kind == "carryover")
+        one, other = (
+            [event["metrics"]["acceptance_length"] for event in reporter.of("evaluation")]
+            for reporter in (found, expected)
+        )
+        assert one == pytest.approx(other)
+
+
 def test_stopping_while_the_cache_is_filled_keeps_whole_parts(tmp_path, tiny_llama):
     hidden = {"cache": "disk", "cache_folder": str(tmp_path / "hs"), "cache_dtype": "float32"}
     assignment = make_run(tmp_path / "a", tiny_llama, data=rows(80), hidden_states=hidden)

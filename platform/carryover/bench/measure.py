@@ -65,6 +65,7 @@ def measure(
     backend: Backend,
     ledger: Ledger,
     *,
+    max_failure_share: float = 1.0,
     deadline_s: float | None = None,
     on_progress: Progress | None = None,
 ) -> str | None:
@@ -74,6 +75,7 @@ def measure(
         plan: in this order.
         backend: who answers; prepared.
         ledger: keeps what is finished.
+        max_failure_share: of an arm's requests under one condition.
         deadline_s: by `time.monotonic`: no block begins after it, but the first one, and those
             that some arms have finished.
         on_progress: called after every request.
@@ -82,7 +84,8 @@ def measure(
         Why it stopped before the plan was done; None if it is done.
 
     Raises:
-        ServingError: an arm answers no more; what was finished is in the ledger.
+        ServingError: an arm answers no more, or fails more requests than the bench allows; what
+            was finished is in the ledger.
     """
     total = sum(len(unit.prompts) for unit in plan)
     done = sum(len(unit.prompts) for unit in plan if unit.key in ledger.done)
@@ -114,7 +117,32 @@ def measure(
         ledger.keep(
             unit, make_requests(unit, answers), wall_s=answers.wall_s, counted=answers.counted
         )
+        if any(answer.error for answer in answers.responses):
+            _check_failures(unit, plan, ledger, max_failure_share)
     return None
+
+
+def _check_failures(
+    unit: Unit, plan: Sequence[Unit], ledger: Ledger, max_failure_share: float
+) -> None:
+    """Stop as soon as it is certain that the bench will fail, not after measuring the rest."""
+    cell = [each for each in plan if (each.arm, each.condition) == (unit.arm, unit.condition)]
+    planned = sum(len(each.prompts) for each in cell)
+    failed = [
+        request
+        for each in cell
+        if each.key in ledger.done
+        for request in ledger.done[each.key].requests
+        if not request.ok
+    ]
+    if len(failed) > max_failure_share * planned:
+        raise ServingError(
+            f"arm {unit.arm!r}: {len(failed)} of the {planned} requests of this bench failed "
+            f"already, more than the {max_failure_share:.0%} allowed; the first: "
+            f"{failed[0].response.error}\nwhat is finished is kept in {ledger.folder}; when the "
+            "cause is gone, begin again; to go on without these requests, raise max_failure_share "
+            f"in its bench.yaml and give --resume {ledger.folder}"
+        )
 
 
 def _may_stop(plan: Sequence[Unit], ledger: Ledger) -> bool:

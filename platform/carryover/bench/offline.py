@@ -11,7 +11,7 @@ happen between requests. So these figures are never averaged with those of a ser
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from carryover.bench.result import BenchResult
 from carryover.bench.session import Bench, run_bench
 from carryover.bench.sets import read_workload
 from carryover.bench.settings import BenchConfig
+from carryover.bench.workload import select_prompts
+from carryover.data.prompts import Prompt
+from carryover.data.regeneration import render_chat
 from carryover.engine import (
     GIB,
     EngineConfig,
@@ -90,7 +93,8 @@ def run(
         resume: folder of a bench that was cut short, to go on with under its own settings.
 
     Raises:
-        ConfigError: a drafter is missing or does not fit the target.
+        ConfigError: a drafter is missing or does not fit the target, or more prompts than may
+            fail are too long for the engines.
         DataError: the prompts cannot be read.
         TargetError: there is no such target.
         ServingError: an engine does not start or dies, or too many requests failed.
@@ -102,11 +106,15 @@ def run(
     target = resolve(config.target)
     config, arms = _describe(config, target)
     check_roles(arms, reference=config.reference, baseline=config.baseline)
+    prompts = read_workload(config.prompts, folder=config.prompts_folder)
+    if resume is None:
+        chosen = select_prompts(prompts, config.num_prompts, seed=config.seed)
+        _check_lengths(config, target, chosen)
     bench = Bench(
         config=config,
         mode="offline",
         arms=arms,
-        prompts=read_workload(config.prompts, folder=config.prompts_folder),
+        prompts=prompts,
         conditions=config.conditions,
         connect=lambda folder: _connected(config, target, folder),
     )
@@ -166,6 +174,22 @@ def _describe(
         for arm in served.arms
     }
     return resolved, arms
+
+
+def _check_lengths(config: OfflineConfig, target: Target, prompts: Sequence[Prompt]) -> None:
+    """Refuse before an engine starts what would fail after all is measured."""
+    tokenizer, room = target.load_tokenizer(), config.engine.max_model_len
+    thinking = {} if config.thinking is None else {"enable_thinking": config.thinking}
+    lengths = [len(render_chat(tokenizer, prompt.messages(), **thinking)) for prompt in prompts]
+    too_long = sum(length >= room for length in lengths)
+    if too_long > config.max_failure_share * len(prompts):
+        raise ConfigError(
+            f"{too_long} of {len(prompts)} prompts do not fit into engine.max_model_len {room}, "
+            f"more than the {config.max_failure_share:.0%} of requests that may fail; the longest "
+            f"has {max(lengths):,} tokens, and an answer takes {config.max_tokens}. Set "
+            f"engine.max_model_len={max(lengths) + config.max_tokens}, leave those prompts out, or "
+            "raise max_failure_share"
+        )
 
 
 def _method(arm: Arm) -> str | None:

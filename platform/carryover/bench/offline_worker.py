@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from carryover.bench.client import TOP_LOGPROBS, Choice, Response, Sampling
+from carryover.data.regeneration import render_chat
 
 _COUNTERS = "vllm:spec_decode_"
 
@@ -154,9 +155,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         thinking = {} if sampling.thinking is None else {"enable_thinking": sampling.thinking}
-        prompt_ids = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **thinking
-        )
+        prompt_ids = render_chat(self._tokenizer, messages, **thinking)
         # as vLLM's server: what a request does not set is the model's generation_config.json's
         params = self._llm.get_default_sampling_params()
         params = SamplingParams(

@@ -144,8 +144,9 @@ def _measure(
             try:
                 plan, deadline_s = _plan(bench, ledger, backend, on_progress)
                 partial = measure(
-                    plan, backend, ledger, deadline_s=deadline_s, on_progress=on_progress
-                )
+                    plan, backend, ledger, max_failure_share=bench.config.max_failure_share,
+                    deadline_s=deadline_s, on_progress=on_progress,
+                )  # fmt: skip
             finally:
                 # what was counted covers the units of this process alone, unless one broke off
                 backend.end_window([key for key in ledger.done if key not in before], ledger)

@@ -10,6 +10,7 @@ Shape legend, used throughout the package:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +23,13 @@ class Context:
     Attributes:
         hidden_TC: the selected target layers' states, concatenated.
         positions_T: position of each row in its own document (RoPE).
+        projected: what each drafter layer makes of it (`BlockDrafter.project`), to be read by
+            many drafts with the same weights.
     """
 
     hidden_TC: torch.Tensor
     positions_T: torch.Tensor
+    projected: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ speculators trains and what vLLM serves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -120,6 +121,20 @@ class BlockDrafter(nn.Module):
         """
         return head(self, self._backbone(context, blocks))
 
+    @torch.no_grad()
+    def project(self, context: Context) -> Context:
+        """The same context with each layer's keys and values of it, for many drafts.
+
+        They belong to these weights, which must be whole (not sharded), and send no gradient.
+        """
+        context_TD = self._fuse(context)
+        rope = self._rope(context.positions_T, context_TD)
+        projected = [layer.project(context_TD, rope) for layer in self.layers]
+        return replace(context, projected=projected)
+
+    def _fuse(self, context: Context) -> torch.Tensor:
+        return self.hidden_norm(self.fc(context.hidden_TC.to(self.fc.weight.dtype)))
+
     def add_carried_context(self, settings: CarriedSettings) -> None:
         """Turn a baseline drafter into a Carryover drafter that, so far, does the same.
 
@@ -169,8 +184,10 @@ class BlockDrafter(nn.Module):
             own_closed_ASO = torch.cat(
                 (~blocks.carried.valid_AR, torch.zeros_like(positions_AS, dtype=torch.bool)), dim=1
             )[:, None]
+        projected = context.projected
         inputs = LayerInputs(
-            context_TD=self.hidden_norm(self.fc(context.hidden_TC.to(self.fc.weight.dtype))),
+            context_TD=self._fuse(context) if projected is None else None,
+            projected=projected,
             carried_ARD=carried_ARD,
             context_rope=self._rope(context.positions_T, hidden_ASD),
             query_rope=query_rope,

@@ -40,7 +40,7 @@ from carryover.training.verification import predictions, read_target, verify
 
 def carryover_step(
     drafter: nn.Module,
-    target_model: PreTrainedModel,
+    target_model: PreTrainedModel | None,
     batch: Batch,
     *,
     settings: StepSettings,
@@ -51,7 +51,7 @@ def carryover_step(
 
     Args:
         drafter: wrapped (DDP, FSDP) or not. With `carry`, one with carried context.
-        target_model: the frozen target.
+        target_model: the frozen target; None will do without `carry`.
         batch: packed sequence with the target's states. Without `batch.prefix`, carrying takes
             one more pass of the target over the sequence.
         settings: anchors and loss.

@@ -194,6 +194,7 @@ def carrying_rounds(
     """
     for rows in packs:
         batch = make_batch(corpus, rows, source, device=device)
+        context = drafter.project(batch.context)
         firsts, lasts = _anchor_range(corpus, rows, drafter.proposal_length)
         anchors_A = torch.tensor(firsts, device=device)
         lasts_A = torch.tensor(lasts, device=device)
@@ -204,7 +205,7 @@ def carrying_rounds(
                 break
             anchors_A, lasts_A = anchors_A[going], lasts_A[going]
             blocks = replace(anchored_blocks(batch, anchors_A), **select(carried, going))
-            proposals_AB = draft(drafter, batch.context, blocks)
+            proposals_AB = draft(drafter, context, blocks)
             accepted_A = recorded_acceptance(batch, anchors_A, proposals_AB)
             yield Rounds(batch, anchors_A, blocks, proposals_AB, accepted_A)
             carried = carried_after(drafter, target_model, batch, blocks, proposals_AB, accepted_A)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache as cache_calls
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,7 @@ from carryover import provenance
 from carryover.data.responses import read_responses, require_target
 from carryover.drafters import checkpoint
 from carryover.drafters.models import BlockDrafter
+from carryover.engine import kv_numbers_per_token
 from carryover.targets import Target
 from carryover.training.batch import Batch
 from carryover.training.carryover import carryover_step
@@ -104,21 +106,26 @@ def load_data(assignment: Assignment) -> Data:
 def state_cache(assignment: Assignment, data: Data, layer_ids: list[int]) -> StateCache | None:
     """The cache of hidden states that the configuration asks for, whether filled or not.
 
-    Only for baselines: carryover training runs the target anyway, to verify, and its control must
-    read the same states.
+    Carryover training verifies with the target, so it needs what the target's attention kept of
+    the recorded text; its control reads the same states from the same files. Without
+    `cache_prefix` both run the target in every step.
     """
-    config = assignment.config
-    if config.hidden_states.cache == "none" or assignment.kind != "baseline":
+    config, kept = assignment.config, assignment.config.hidden_states
+    continued = assignment.kind != "baseline"
+    if kept.cache == "none" or (continued and not kept.cache_prefix):
         return None
+    prefix_width = kv_numbers_per_token(assignment.target.load_config()) if continued else None
     return StateCache(
-        config.hidden_states.cache_folder,
+        kept.cache_folder,
         corpus=data.corpus,
         rows=np.sort(np.concatenate([data.split.train_N, data.split.held_out_N])),
         identity=assignment.target.identity(),
         weights=weights_fingerprint(assignment.target),
         layer_ids=layer_ids,
         compute_dtype=config.target_precision,
-        dtype=config.hidden_states.cache_dtype,
+        dtype=kept.cache_dtype,
+        prefix_width=prefix_width,
+        read_prefix=assignment.kind == "carryover",
     )
 
 
@@ -202,15 +209,18 @@ def _kind_parts(
     """Where states come from, what a step is, and how it is evaluated."""
     config, corpus, device = assignment.config, data.corpus, workers.device
     carries = assignment.kind == "carryover"
-    load_target = partial(
-        assignment.target.load_model,
-        dtype=getattr(torch, config.target_precision),
-        device=device,
+    # once, whether to fill the cache, to verify or both
+    load_target = cache_calls(
+        partial(
+            assignment.target.load_model,
+            dtype=getattr(torch, config.target_precision),
+            device=device,
+        )
     )
     cache = state_cache(assignment, data, layer_ids)
     if cache is not None:
         _fill(cache, load_target, layer_ids, corpus, workers, reporter)
-        model, source = None, cache
+        model, source = load_target() if carries else None, cache
     else:
         model = load_target()
         source = OnlineStates(model, layer_ids=layer_ids, corpus=corpus, keep_prefix=carries)
@@ -285,7 +295,9 @@ def _fill(
             raise Stopped
 
     if mine:
-        online = OnlineStates(load_target(), layer_ids=layer_ids, corpus=corpus)
+        online = OnlineStates(
+            load_target(), layer_ids=layer_ids, corpus=corpus, keep_prefix=cache.keeps_prefix
+        )
         with suppress(Stopped):
             cache.build(online, parts=mine, on_rows=on_rows)
     workers.barrier()

@@ -1,7 +1,7 @@
 """Hidden states of the frozen target for training sequences: computed online, or read from disk.
 
-Shapes: see drafters/blocks.py; W is what is stored of a token, the C selected states and then the
-D last ones.
+Shapes: see drafters/blocks.py; W is what is stored of a token: the C selected states, the D last
+ones and, where the prefix is kept, P of all layers' keys and values.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,18 +21,18 @@ import torch
 
 from carryover.durable import replacing, write_whole
 from carryover.errors import DataError, EnvironmentProblem
-from carryover.training.verification import read_target
+from carryover.training.verification import Prefix, PrefixShapes, read_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from carryover.targets import Target
     from carryover.training.packing import Corpus
-    from carryover.training.verification import Prefix
 
 ROWS_PER_PART = 64
 _ROWS_AT_ONCE = 8
 _DISK_RESERVE_BYTES = 1 << 30
+_PREFIX_SHAPES = b"carryover.prefix_shapes"
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,9 @@ class StateCache:
         layer_ids: which layers' states are concatenated, in this order.
         compute_dtype: what the target computes in.
         dtype: what is stored.
+        prefix_width: keep every layer's keys and values too, about so many numbers a token; None
+            does not.
+        read_prefix: give them; to leave them on disk makes `states` cheaper.
     """
 
     def __init__(
@@ -136,6 +140,8 @@ class StateCache:
         layer_ids: Sequence[int],
         compute_dtype: str,
         dtype: str,
+        prefix_width: int | None = None,
+        read_prefix: bool = True,
     ) -> None:
         key = {
             "format": 1,
@@ -146,6 +152,8 @@ class StateCache:
             "dtype": dtype,
             "data_sha256": corpus.sha256(rows),
         }
+        if prefix_width is not None:
+            key["prefix"] = True
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         self.folder = Path(folder) / digest[:24]
         self._key = key
@@ -154,6 +162,9 @@ class StateCache:
         self._place_of = {int(row): place for place, row in enumerate(self._rows)}
         self._hidden_size = identity["hidden_size"]
         self._width = (len(layer_ids) + 1) * self._hidden_size
+        self._prefix_width = prefix_width or 0
+        self.keeps_prefix = prefix_width is not None
+        self._read_prefix = read_prefix and self.keeps_prefix
         self._dtype = getattr(torch, dtype)
         self._readers: dict[int, pa.ipc.RecordBatchFileReader] = {}
 
@@ -164,7 +175,11 @@ class StateCache:
     @property
     def size_bytes(self) -> int:
         """Bytes of all states, whether written yet or not."""
-        return int(self._corpus.lengths(self._rows).sum()) * self._width * self._dtype.itemsize
+        return int(self._corpus.lengths(self._rows).sum()) * self._token_bytes
+
+    @property
+    def _token_bytes(self) -> int:
+        return (self._width + self._prefix_width) * self._dtype.itemsize
 
     def missing_parts(self) -> list[int]:
         """Parts that are not on disk yet."""
@@ -177,7 +192,7 @@ class StateCache:
 
     def missing_bytes(self) -> int:
         """Bytes that `build` would write."""
-        return self.missing_tokens() * self._width * self._dtype.itemsize
+        return self.missing_tokens() * self._token_bytes
 
     def require_room(self) -> None:
         """Check that the disk holds what is missing, and a reserve of 1 GiB.
@@ -193,7 +208,8 @@ class StateCache:
             raise EnvironmentProblem(
                 f"the cache of hidden states needs {needed / 1e9:.2f} GB in {self.folder.parent} "
                 f"(and 1 GiB to spare), but {free / 1e9:.2f} GB are free; set "
-                "hidden_states.cache=none, or hidden_states.cache_folder to a larger disk"
+                f"hidden_states.cache{'_prefix=false' if self.keeps_prefix else '=none'}, or "
+                "hidden_states.cache_folder to a larger disk"
             )
 
     def build(
@@ -222,42 +238,62 @@ class StateCache:
 
     def states(self, rows: Sequence[int]) -> States:
         """States of these rows' sequences, as they are on disk."""
-        states_TW = torch.cat([self._read(self._place_of[int(row)]) for row in rows])
+        places = [self._place_of[int(row)] for row in rows]
+        states_TW = torch.cat([self._read(place, "states", self._width) for place in places])
         split = self._width - self._hidden_size
-        return States(states_TW[:, :split], states_TW[:, split:])
+        prefix = None
+        if self._read_prefix:
+            shapes = self._prefix_shapes(places[0])
+            width = sum(heads * size for _, *both in shapes for heads, size in both)
+            joined_TP = torch.cat([self._read(place, "prefix", width) for place in places])
+            prefix = Prefix.split(joined_TP, shapes)
+        return States(states_TW[:, :split], states_TW[:, split:], prefix)
 
-    def _read(self, place: int) -> torch.Tensor:
-        part, index = divmod(place, ROWS_PER_PART)
+    def _reader(self, part: int) -> pa.ipc.RecordBatchFileReader:
         if part not in self._readers:
-            source = pa.memory_map(str(self._part(part)))
-            self._readers[part] = pa.ipc.open_file(source)
-        column = self._readers[part].get_batch(index).column("states")
+            self._readers[part] = pa.ipc.open_file(pa.memory_map(str(self._part(part))))
+        return self._readers[part]
+
+    def _prefix_shapes(self, place: int) -> PrefixShapes:
+        return json.loads(self._reader(place // ROWS_PER_PART).schema.metadata[_PREFIX_SHAPES])
+
+    def _read(self, place: int, column: str, width: int) -> torch.Tensor:
+        part, index = divmod(place, ROWS_PER_PART)
+        stored = self._reader(part).get_batch(index).column(column)
         # torch has no read-only tensors, so the mapped bytes are copied.
-        raw = np.frombuffer(column[0].as_buffer(), dtype=np.uint8).copy()
-        return torch.from_numpy(raw).view(self._dtype).view(-1, self._width)
+        raw = np.frombuffer(stored[0].as_buffer(), dtype=np.uint8).copy()
+        return torch.from_numpy(raw).view(self._dtype).view(-1, width)
 
     def _write_part(self, part: int, online: OnlineStates, on_rows: Callable[[int], None]) -> None:
-        schema = pa.schema([pa.field("row_id", pa.int64()), pa.field("states", pa.large_binary())])
         rows = self._rows_of(part)
+        groups = np.array_split(rows, -(-len(rows) // _ROWS_AT_ONCE))
+        first = online.states(groups[0])
+        schema = _schema(first.prefix if self.keeps_prefix else None)
         with (
             replacing(self._part(part)) as partial,
             pa.OSFile(str(partial), "wb") as sink,
             pa.ipc.new_file(sink, schema) as writer,
         ):
-            for group in np.array_split(rows, -(-len(rows) // _ROWS_AT_ONCE)):
-                found = online.states(group)
-                states_TW = torch.cat([found.hidden_TC, found.last_hidden_TD], dim=-1)
+            computed = chain([first], map(online.states, groups[1:]))
+            for group, found in zip(groups, computed, strict=True):
+                columns = [torch.cat([found.hidden_TC, found.last_hidden_TD], dim=-1)]
+                if self.keeps_prefix:
+                    columns.append(found.prefix.joined_TP())
                 lengths = self._corpus.lengths(group).tolist()
-                for row, states in zip(group, states_TW.split(lengths), strict=True):
+                by_row = zip(*(column.split(lengths) for column in columns), strict=True)
+                for row, values in zip(group, by_row, strict=True):
                     ids = pa.array([int(self._corpus.row_ids[row])], pa.int64())
-                    stored = pa.array([self._stored(states, int(row))], pa.large_binary())
-                    writer.write_batch(pa.record_batch([ids, stored], schema=schema))
-                on_rows(len(states_TW))
+                    stored = [
+                        pa.array([self._stored(value, int(row))], pa.large_binary())
+                        for value in values
+                    ]
+                    writer.write_batch(pa.record_batch([ids, *stored], schema=schema))
+                on_rows(sum(lengths))
 
-    def _stored(self, states_TW: torch.Tensor, row: int) -> bytes:
-        converted = states_TW.to("cpu").to(self._dtype)
+    def _stored(self, values_TX: torch.Tensor, row: int) -> bytes:
+        converted = values_TX.to("cpu").to(self._dtype)
         if not converted.isfinite().all():
-            largest = states_TW.float().abs().max().item()
+            largest = values_TX.float().abs().max().item()
             raise DataError(
                 f"the target's states for row {self._corpus.row_ids[row]} reach {largest:.3g}, "
                 f"which {self._key['dtype']} cannot hold; set hidden_states.cache_dtype=bfloat16"
@@ -269,3 +305,11 @@ class StateCache:
 
     def _part(self, part: int) -> Path:
         return self.folder / f"part-{part:06d}.arrow"
+
+
+def _schema(prefix: Prefix | None) -> pa.Schema:
+    """Of a part; one batch for each row."""
+    names = ["states"] if prefix is None else ["states", "prefix"]
+    fields = [pa.field("row_id", pa.int64()), *(pa.field(n, pa.large_binary()) for n in names)]
+    shapes = {} if prefix is None else {_PREFIX_SHAPES: json.dumps(prefix.shapes()).encode()}
+    return pa.schema(fields, metadata=shapes)

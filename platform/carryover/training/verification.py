@@ -36,12 +36,41 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], torch.Tensor]
 _ATTEND: ContextVar[_Attend] = ContextVar("carryover_attention")
 
+# Of each layer: its index, heads and head size of its keys, and of its values.
+PrefixShapes = Sequence[tuple[int, tuple[int, int], tuple[int, int]]]
+
 
 @dataclass(frozen=True)
 class Prefix:
     """Keys and values of a packed sequence by layer index, each [T, K, E], RoPE applied."""
 
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+    def joined_TP(self) -> torch.Tensor:
+        """All layers' keys and values side by side, in the order of the layers."""
+        return torch.cat(
+            [x.flatten(1) for layer in sorted(self.layers) for x in self.layers[layer]], dim=1
+        )
+
+    def shapes(self) -> PrefixShapes:
+        """What `split` takes apart by."""
+        return [
+            (layer, *(tuple(x.shape[1:]) for x in self.layers[layer]))
+            for layer in sorted(self.layers)
+        ]
+
+    @classmethod
+    def split(cls, joined_TP: torch.Tensor, shapes: PrefixShapes) -> Prefix:
+        """Undo `joined_TP`."""
+        layers, start = {}, 0
+        for layer, *of_key_and_value in shapes:
+            parts = []
+            for heads, size in of_key_and_value:
+                end = start + heads * size
+                parts.append(joined_TP[:, start:end].unflatten(1, (heads, size)))
+                start = end
+            layers[layer] = tuple(parts)
+        return cls(layers)
 
     def to(self, device: torch.device | str) -> Prefix:
         """Copy to a device."""
@@ -149,7 +178,8 @@ def verify(
                 window=window,
                 slots=B,
             )
-        prefix_key_TKE, prefix_value_TKE = prefix.layers[layer]
+        # what was read from disk may be of a shorter type
+        prefix_key_TKE, prefix_value_TKE = (x.to(query.dtype) for x in prefix.layers[layer])
         by_block = [x[0].transpose(0, 1).unflatten(0, (A, B)) for x in (query, key, value)]
         out_ABHE = block_attention(
             by_block[0],
