@@ -11,12 +11,14 @@
 # REGIMES, SEEDS   what to train; default: "dflash markov", "1 2 3"
 # NUM_PROMPTS      that the target writes for training; default: 2400
 # NUM_EVAL         prompts of PROMPTS to measure on; default: 96
+# CONTEXT          tokens that a prompt and its answer may have; default: 2048, laboratory 1024,
+#                  which are all positions that it has: PROMPTS beyond it are refused
 # PORT             of the endpoint while it is measured; default: 8765
 # EXTRA            options for every training, such as "--set max_steps=20"
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-usage() { sed -n "2,16s/^# \{0,1\}//p" infra/results.sh; exit "$1"; }
+usage() { sed -n "2,18s/^# \{0,1\}//p" infra/results.sh; exit "$1"; }
 case ${1:-} in laboratory | embedded) subject=$1 ;; -h | --help) usage 0 ;; *) usage 2 >&2 ;; esac
 case ${2:-} in train) ;; measure) prompts=${3:?"give the prompts to measure on"} ;; *) usage 2 >&2 ;; esac
 
@@ -33,7 +35,8 @@ if grep -qw -e avx512_bf16 -e amx_bf16 /proc/cpuinfo; then
 fi
 platform=${CARRYOVER_VENV:-.venv}/bin/platform
 config=jobs/configs/$subject.yaml results=runs/results/$subject
-[ "$subject" = embedded ] && target=embedded || target=runs/targets/laboratory/best
+target=embedded context=${CONTEXT:-2048}
+[ "$subject" = embedded ] || { target=runs/targets/laboratory/best context=${CONTEXT:-1024}; }
 
 step() { printf '\n==> %s\n' "$*"; "$@"; }
 
@@ -90,7 +93,7 @@ offline() {
     done
   done
   bench "$results/offline-$regime" offline --target "$target" "${arms[@]}" \
-    --temperature 0 --temperature 1 --max-tokens 128
+    --temperature 0 --temperature 1 --max-tokens 128 --set "engine.max_model_len=$context"
 }
 
 online() {
@@ -105,7 +108,7 @@ online() {
   # not through step, so that its id is the server's; a job in the background ignores SIGINT
   "$platform" serve -c serve_apps/configs/embedded.yaml --set "name=$name" \
     --set "target=$target" --set "arms=$arms" --set "http.port=$port" \
-    --set engine.max_num_seqs=32 >"$log" 2>&1 &
+    --set engine.max_num_seqs=32 --set "engine.max_model_len=$context" >"$log" 2>&1 &
   server=$!
   # shellcheck disable=SC2064 # the id of this server
   trap "kill $server 2>/dev/null; wait $server 2>/dev/null" EXIT
