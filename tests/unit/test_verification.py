@@ -25,13 +25,14 @@ def case(request, tiny):
     return model, batch, tokens
 
 
-def verified(model, batch, tokens, anchors=ANCHORS):
+def verified(model, batch, tokens, anchors=ANCHORS, **settings):
     return verify(
         model,
         prefix=batch.prefix,
         blocks=anchored_blocks(batch, anchors),
         tokens_AB=tokens,
         layer_ids=LAYER_IDS,
+        **settings,
     )
 
 
@@ -74,6 +75,58 @@ def test_one_anchors_proposals_change_no_other_anchors_states(case):
         after = verified(model, batch, other).hidden_NC
         same = [(before[i] == after[i]).all().item() for i in range(len(ANCHORS))]
         assert same == [i != index for i in range(len(ANCHORS))]
+
+
+ACCEPTED = {
+    "none": [0] * 7,
+    "some": [0, 3, 7, 0, 1, 6, 0],
+    "all": [7, 7, 7, 0, 7, 7, 0],
+}
+
+
+@pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=ACCEPTED)
+def test_accepted_proposals_are_read_from_the_recorded_text(case, accepted):
+    """Their rows are the prefix's, so the rejected ones after them come out the same."""
+    model, batch, tokens = case
+    for index, (anchor, count) in enumerate(zip(ANCHORS.tolist(), accepted, strict=True)):
+        tokens[index, :count] = batch.input_ids_T[anchor + 1 : anchor + 1 + count]
+    whole = verified(model, batch, tokens)
+    rows = []
+    hook = model.get_decoder().layers[0].register_forward_pre_hook(
+        lambda module, args: rows.append(args[0].shape[1])
+    )
+    found = verified(model, batch, tokens, accepted_A=torch.tensor(accepted))
+    hook.remove()
+    rejected = torch.arange(LENGTH) >= torch.tensor(accepted)[:, None]
+    assert rows == [int(rejected.sum())]
+    for name in ("hidden_NC", "last_hidden_ND"):
+        one, other = getattr(found, name), getattr(whole, name)
+        torch.testing.assert_close(one[rejected], other[rejected], atol=1e-4, rtol=1e-4)
+        assert not one[~rejected].any()
+
+
+def test_nothing_is_run_where_all_was_accepted(case):
+    model, batch, tokens = case
+    anchors = torch.tensor([6, 62])
+    accepted = torch.full((2,), LENGTH)
+    found = verified(model, batch, tokens[:2], anchors, accepted_A=accepted)
+    shape = (2, LENGTH, model.get_decoder().config.hidden_size)
+    assert found.last_hidden_ND.shape == shape and not found.hidden_NC.any()
+    assert found.hidden_NC.shape == (*shape[:2], shape[2] * len(LAYER_IDS))
+
+
+def test_the_pass_ends_with_the_last_layer_that_is_asked_for(case):
+    model, batch, tokens = case
+    whole = verified(model, batch, tokens)
+    beyond = []
+    decoder = model.get_decoder()
+    hook = decoder.norm.register_forward_pre_hook(lambda *args: beyond.append(args))
+    found = verified(model, batch, tokens, last_hidden=False)
+    hook.remove()
+    assert torch.equal(found.hidden_NC, whole.hidden_NC)
+    assert found.last_hidden_ND is None and not beyond
+    assert decoder.config._attn_implementation != "carryover"
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_proposals_are_causal(case):

@@ -67,7 +67,7 @@ class Projector(nn.Module):
 def carry(
     settings: CarriedSettings,
     *,
-    hidden_ABC: torch.Tensor,
+    hidden_ABC: torch.Tensor | None,
     positions_A: torch.Tensor,
     proposals_AB: torch.Tensor,
     predictions_AB: torch.Tensor | None,
@@ -81,7 +81,8 @@ def carry(
 
     Args:
         settings: what is carried.
-        hidden_ABC: the target's states at the proposals.
+        hidden_ABC: the target's states at the proposals; needed for `hidden_states` alone, and
+            nothing is read of the rows up to the accepted length.
         positions_A: the anchors' positions in this round.
         proposals_AB: the proposals.
         predictions_AB: the target's most likely token after each proposal; needed for

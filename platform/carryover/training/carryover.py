@@ -19,7 +19,7 @@ is what carrying costs. Shapes: see drafters/blocks.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ from carryover.errors import ConfigError
 from carryover.training.anchors import anchored_blocks, draw_anchors, shift_anchors
 from carryover.training.batch import Batch
 from carryover.training.step import StepResult, StepSettings, recorded_acceptance, supervise
-from carryover.training.verification import predictions, read_target, verify
+from carryover.training.verification import Prefix, predictions, read_target, verify
 
 
 def carryover_step(
@@ -123,31 +123,44 @@ def carried_after(
         batch: packed sequence; without `batch.prefix` the target reads it first.
         blocks: the round's blocks.
         tokens_AB: its proposals.
-        accepted_A: how many of them pass.
+        accepted_A: how many of them pass, which the recorded text then continues with.
     """
-    layer_ids = drafter.target_layer_ids
-    prefix = batch.prefix
-    if prefix is None:
-        _, prefix = read_target(
-            target_model,
-            input_ids_T=batch.input_ids_T,
-            position_ids_T=batch.position_ids_T,
-            layer_ids=layer_ids,
-        )
-    states = verify(
-        target_model, prefix=prefix, blocks=blocks, tokens_AB=tokens_AB, layer_ids=layer_ids
-    )
     interface = drafter.carried_settings
+    hidden_ABC = predictions_AB = None
+    # the tokens themselves need no target
+    if interface.carried != "draft_tokens":
+        by_prediction = interface.carried == "target_tokens"
+        states = verify(
+            target_model,
+            prefix=batch.prefix or _read_prefix(target_model, batch, drafter.target_layer_ids),
+            blocks=blocks,
+            tokens_AB=tokens_AB,
+            layer_ids=drafter.target_layer_ids,
+            accepted_A=accepted_A,
+            last_hidden=by_prediction,
+        )
+        hidden_ABC = states.hidden_NC
+        if by_prediction:
+            predictions_AB = predictions(target_model, states.last_hidden_ND)
     return carried_fields(
         interface,
-        hidden_ABC=states.hidden_NC,
+        hidden_ABC=hidden_ABC,
         positions_A=blocks.positions_A,
         proposals_AB=tokens_AB,
-        predictions_AB=predictions(target_model, states.last_hidden_ND)
-        if interface.carried == "target_tokens"
-        else None,
+        predictions_AB=predictions_AB,
         accepted_A=accepted_A,
     )
+
+
+def _read_prefix(
+    target_model: PreTrainedModel, batch: Batch, layer_ids: Sequence[int]
+) -> Prefix:
+    return read_target(
+        target_model,
+        input_ids_T=batch.input_ids_T,
+        position_ids_T=batch.position_ids_T,
+        layer_ids=layer_ids,
+    )[1]
 
 
 def select(

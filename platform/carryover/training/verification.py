@@ -1,9 +1,10 @@
 """The frozen target over recorded sequences, and over the proposals of all their anchors at once.
 
 `read_target` runs the packed sequence once and keeps every layer's keys and values (the prefix).
-`verify` then runs the proposals of all anchors as one sequence of A * B rows in which each row
-attends to its anchor's prefix and, causally, to the earlier proposals of its own anchor. The
-block-diagonal mask over all proposals is never built, so work and memory are linear in anchors.
+`verify` then runs the proposals of all anchors as one sequence of up to A * B rows in which each
+row attends to its anchor's prefix and, causally, to the earlier proposals of its own anchor. The
+block-diagonal mask over all proposals is never built, so work and memory are linear in anchors. An
+accepted proposal is the recorded token, whose row the prefix has: only rejected ones are run.
 
 Both replace the attention function of the model through transformers' `AttentionInterface`, so
 any causal language model that takes its attention from there works, in its own positions (RoPE),
@@ -14,7 +15,7 @@ linear attention, models that are not causal) is refused. Shapes: see drafters/b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from carryover.drafters.drafting import MAX_LOGITS
 from carryover.errors import TargetError
 
 _IMPLEMENTATION = "carryover"
+# Stands for the final norm among layer indices.
+_LAST = -1
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # One layer's attention: (layer index, query, key, value, scale, window) to output; heads second,
@@ -88,11 +91,11 @@ class TargetStates:
 
     Attributes:
         hidden_NC: the selected layers' states, concatenated.
-        last_hidden_ND: input of the final norm.
+        last_hidden_ND: input of the final norm; None if the pass ended before it.
     """
 
     hidden_NC: torch.Tensor
-    last_hidden_ND: torch.Tensor
+    last_hidden_ND: torch.Tensor | None
 
 
 @torch.no_grad()
@@ -141,6 +144,8 @@ def verify(
     blocks: Blocks,
     tokens_AB: torch.Tensor,
     layer_ids: Sequence[int],
+    accepted_A: torch.Tensor | None = None,
+    last_hidden: bool = True,
 ) -> TargetStates:
     """Run the target over the proposals after every anchor.
 
@@ -151,6 +156,9 @@ def verify(
             its proposals attend to the rows `starts_A .. ends_A`, both included.
         tokens_AB: proposals.
         layer_ids: which states to return.
+        accepted_A: how many proposals of each anchor equal the recorded tokens; these are not run
+            again, and their states are left zero. None runs all.
+        last_hidden: False ends the pass at the last of `layer_ids`.
 
     Returns:
         States of the proposals, [A, B, ...].
@@ -159,10 +167,23 @@ def verify(
         TargetError: an architecture that is not supported, or a window shorter than B.
     """
     A, B = tokens_AB.shape
-    positions_AB = blocks.positions_A[:, None] + torch.arange(1, B + 1, device=tokens_AB.device)
-    starts, ends = blocks.starts_A.tolist(), (blocks.ends_A + 1).tolist()
-    later_1BB = torch.ones(B, B, dtype=torch.bool, device=tokens_AB.device).triu(1)[None]
+    device = tokens_AB.device
+    if accepted_A is None:
+        accepted_A = torch.zeros(A, dtype=torch.long, device=device)
+    place_B = torch.arange(B, device=device)
+    run_AB = place_B >= accepted_A[:, None]
+    block_N, proposal_N = run_AB.nonzero(as_tuple=True)
+    slot_N = proposal_N - accepted_A[block_N]
+    positions_AB = blocks.positions_A[:, None] + place_B + 1
+    starts, ends = blocks.starts_A.tolist(), (blocks.ends_A + 1 + accepted_A).tolist()
+    later_1BB = torch.ones(B, B, dtype=torch.bool, device=device).triu(1)[None]
     plans: dict[int | None, list[Chunk]] = {}
+
+    def by_block(x_1HNE: torch.Tensor) -> torch.Tensor:
+        """The rows of each block from its first slot on; the rest is padding, which none sees."""
+        x_ABHE = x_1HNE.new_zeros(A, B, x_1HNE.shape[1], x_1HNE.shape[3])
+        x_ABHE[block_N, slot_N] = x_1HNE[0].transpose(0, 1)
+        return x_ABHE
 
     def attend(layer, query, key, value, scale, window):
         if window is not None and window < B:
@@ -174,28 +195,34 @@ def verify(
                 starts,
                 ends,
                 queries_per_block=B * query.shape[1],
-                device=query.device,
+                device=device,
                 window=window,
                 slots=B,
             )
         # what was read from disk may be of a shorter type
         prefix_key_TKE, prefix_value_TKE = (x.to(query.dtype) for x in prefix.layers[layer])
-        by_block = [x[0].transpose(0, 1).unflatten(0, (A, B)) for x in (query, key, value)]
         out_ABHE = block_attention(
-            by_block[0],
+            by_block(query),
             prefix_key_TKE,
             prefix_value_TKE,
-            *by_block[1:],
+            by_block(key),
+            by_block(value),
             chunks=plans[window],
             own_closed_ASO=later_1BB,
             scale=scale,
         )
-        return out_ABHE.flatten(0, 1).transpose(0, 1)[None]
+        return out_ABHE[block_N, slot_N].transpose(0, 1)[None]
 
-    states = _run(model, tokens_AB.flatten(), positions_AB.flatten(), layer_ids, attend)
-    return TargetStates(
-        states.hidden_NC.unflatten(0, (A, B)), states.last_hidden_ND.unflatten(0, (A, B))
+    def by_proposal(x_NX: torch.Tensor) -> torch.Tensor:
+        x_ABX = x_NX.new_zeros(A, B, x_NX.shape[1])
+        x_ABX[run_AB] = x_NX
+        return x_ABX
+
+    states = _run(
+        model, tokens_AB[run_AB], positions_AB[run_AB], layer_ids, attend, last_hidden=last_hidden
     )
+    last = states.last_hidden_ND
+    return TargetStates(by_proposal(states.hidden_NC), None if last is None else by_proposal(last))
 
 
 @torch.no_grad()
@@ -215,13 +242,27 @@ def _run(
     position_ids_N: torch.Tensor,
     layer_ids: Sequence[int],
     attend: _Attend,
+    *,
+    last_hidden: bool = True,
 ) -> TargetStates:
     decoder = model.get_decoder()
     _check_architecture(decoder)
-    with _attention(decoder, attend), _captured(decoder, layer_ids) as seen:
+    if not len(input_ids_N):
+        none = decoder.get_input_embeddings().weight.new_zeros(0, decoder.config.hidden_size)
+        return TargetStates(none.repeat(1, len(layer_ids)), none if last_hidden else None)
+    wanted = [*layer_ids, _LAST] if last_hidden else layer_ids
+    with (
+        _attention(decoder, attend),
+        _captured(decoder, wanted) as seen,
+        suppress(_Enough),
+    ):
         decoder(input_ids=input_ids_N[None], position_ids=position_ids_N[None], use_cache=False)
     hidden_NC = torch.cat([seen[layer_id][0] for layer_id in layer_ids], dim=-1)
-    return TargetStates(hidden_NC, seen[-1][0])
+    return TargetStates(hidden_NC, seen[_LAST][0] if last_hidden else None)
+
+
+class _Enough(Exception):
+    """All states that were asked for are there."""
 
 
 @contextmanager
@@ -241,17 +282,22 @@ def _attention(decoder: nn.Module, attend: _Attend) -> Iterator[None]:
 
 
 @contextmanager
-def _captured(decoder: nn.Module, layer_ids: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Collect the inputs of layers by index, and of the final norm as -1, during a forward pass."""
+def _captured(decoder: nn.Module, keys: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Collect the inputs of layers by index, and of the final norm as `_LAST`.
+
+    The forward pass ends, with `_Enough`, where the last of them is found.
+    """
     seen: dict[int, torch.Tensor] = {}
 
     def keep(key: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             seen[key] = args[0] if args else kwargs["hidden_states"]
+            if len(seen) == len(modules):
+                raise _Enough
 
         return hook
 
-    modules = {layer_id: decoder.layers[layer_id] for layer_id in layer_ids} | {-1: decoder.norm}
+    modules = {key: decoder.norm if key == _LAST else decoder.layers[key] for key in keys}
     hooks = [
         module.register_forward_pre_hook(keep(key), with_kwargs=True)
         for key, module in modules.items()
