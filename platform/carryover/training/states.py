@@ -1,7 +1,7 @@
 """Hidden states of the frozen target for training sequences: computed online, or read from disk.
 
-Shapes: see drafters/blocks.py; W is what is stored of a token: the C selected states, the D last
-ones and, where the prefix is kept, P of all layers' keys and values.
+Shapes: see drafters/blocks.py; W is the C selected states and the D last ones of a token, P all
+layers' keys and values of it.
 """
 
 from __future__ import annotations
