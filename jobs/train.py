@@ -112,20 +112,23 @@ def train(
             view.stage("loading the untrained drafter into vLLM with its target")
             view.verified(verify_in_vllm(folder.initial, assignment.target))
             folder.update({"verified": True})
+        recorder = Recorder(run, view, num_steps, states_s=record.get("states_s", 0.0))
         with view.progress(num_steps, cache):
             try:
                 run_workers(
                     WorkerJob(
                         train_worker, {"assignment": assignment}, config.resources, folder.path
                     ),
-                    Recorder(run, view, num_steps),
+                    recorder,
                 )
             except KeyboardInterrupt:
                 view.stopped(folder.path, folder.progress())
                 raise
+            finally:
+                folder.update({"states_s": recorder.states_s})
         progress = folder.progress() or Progress(num_steps=num_steps)
         run.log_dict(checkpoint.describe(folder.path / "last"), "checkpoint.json")
-        _summarise(run, progress)
+        _summarise(run, progress, states_s=recorder.states_s)
     view.finished(folder.path, progress, kind)
     return Outcome(folder.path, progress, reused=False)
 
@@ -234,8 +237,11 @@ def _describe_run(
     )
 
 
-def _summarise(run: Run, progress: Progress) -> None:
-    summary = {"steps": progress.step, "trained_s": progress.trained_s, "tokens": progress.tokens}
+def _summarise(run: Run, progress: Progress, *, states_s: float) -> None:
+    summary = {
+        "steps": progress.step, "trained_s": progress.trained_s, "tokens": progress.tokens,
+        "states_s": states_s,
+    }  # fmt: skip
     if progress.best:
         summary["best/acceptance_length"] = progress.best["acceptance_length"]
         summary["best/step"] = progress.best["step"]

@@ -18,13 +18,16 @@ class Recorder:
         run: gets the metrics.
         view: shows them.
         num_steps: of the whole run; of more than 2,000 not every step is recorded.
+        states_s: as the attribute, of earlier starts of this run.
 
     Attributes:
+        states_s: seconds that workers took for states that are kept on disk, all workers added up.
         error: class name and message of a user's error in a worker, or None.
     """
 
-    def __init__(self, run: Run, view: View, num_steps: int) -> None:
+    def __init__(self, run: Run, view: View, num_steps: int, *, states_s: float = 0.0) -> None:
         self.view = view
+        self.states_s = states_s
         self.error: tuple[str, str] | None = None
         self._run = run
         self._every = max(1, num_steps // MAX_RECORDED_STEPS)
@@ -47,6 +50,7 @@ class Recorder:
             self.view.checkpoint(event)
             self._run.log_metrics({"time/checkpoint_s": event["checkpoint_s"]}, event["step"])
         elif kind == "cached":
+            self.states_s += event["seconds"]
             self.view.cached(event)
         elif kind == "stage":
             self.view.worker_stage(event)

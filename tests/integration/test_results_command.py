@@ -51,7 +51,9 @@ def store(tmp_path_factory):
     )  # fmt: skip
     shutil.rmtree(benches)
     record_training(tracker, "small", "baseline", hours=2.0, acceptance=2.3)
-    record_training(tracker, "small-carryover", "carryover", hours=0.5, acceptance=2.5)
+    record_training(
+        tracker, "small-carryover", "carryover", hours=0.25, states_hours=0.25, acceptance=2.5
+    )
     record_training(tracker, "small-control", "control", hours=0.25)
     record_diagnoses(tracker)
     ids["twice"] = [record_training(tracker, "twice", "baseline") for _ in range(2)]
@@ -201,7 +203,8 @@ def check_tables(text):
     assert row(carried, replay)[1:] == ["90", "2.25", "2.20", "–", "+5.0 ± 1.3", "–"]
     training = text.split("what training cost")[1]
     cost = row(training, next(c for c in re.findall(r"`small-carryover` \(`\w{8}`\)", training)))
-    assert cost[1:] == ["carryover", "dflash", "100", "5,000,000", "0.50", "2", "1.00", "2.50"]
+    seen = ["carryover", "dflash", "100", "5,000,000"]
+    assert cost[1:] == [*seen, "0.50", "0.25", "2", "1.00", "2.50"]
     assert row(training, "dflash", "32")[2:4] == ["1.00", "0.50"]
     assert row(text, "twice the marker")[2] == "nothing"
     assert "4.85" in text.split("## The paper's numbers")[1]

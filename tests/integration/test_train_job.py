@@ -192,12 +192,18 @@ class TestInOneCluster:
     def test_carryover_and_control_begin_at_the_baseline(self, here, reference):
         assignment, _ = reference
         start = assignment.run_folder / "best"
-        outcomes = {}
+        outcomes, states_s = {}, {}
+        hidden = {"cache": "disk", "cache_folder": "hs", "cache_prefix": True}
         for kind in ("carryover", "control"):
-            path = write_config(here, reference, name=kind, max_steps=4)
+            path = write_config(here, reference, name=kind, max_steps=4, hidden_states=hidden)
             outcome = run_job(TrainConfig.load(path), kind=kind, start_from=start, view=Lines())
             outcomes[kind] = checkpoint.describe(outcome.last)
             assert outcomes[kind]["provenance"]["training"] == kind
+            run_id = json.loads((outcome.run_folder / "run.json").read_text())["mlflow_run_id"]
+            metrics = Tracker()._connect().get_run(run_id).data.metrics
+            states_s[kind] = metrics["summary/states_s"]
+        # the control reads what the other wrote
+        assert states_s["carryover"] > 0 == states_s["control"]
         path = write_config(here, reference, name="markov", regime="markov", max_steps=1)
         longer = run_job(TrainConfig.load(path), start_from=start, view=Lines())
         assert checkpoint.describe(longer.last)["regime"] == "markov"

@@ -112,7 +112,9 @@ def record_diagnoses(tracker):
     record(tracker, "replay", "small replay", job, replayed)
 
 
-def record_training(tracker, name, kind, *, regime="dflash", hours=1.0, acceptance=2.0):
+def record_training(
+    tracker, name, kind, *, regime="dflash", hours=1.0, states_hours=0.0, acceptance=2.0
+):
     """A training run with the parameters, tags and metrics that the training job records."""
     with tracker.run(
         experiment="train", name=name,
@@ -121,6 +123,7 @@ def record_training(tracker, name, kind, *, regime="dflash", hours=1.0, acceptan
         resources = {"num_workers": 1, "cpus_per_worker": 2, "gpus_per_worker": 0}
         run.log_params({"name": name, "regime": regime, "training": kind, "resources": resources})
         summary = {"steps": 100, "trained_s": 3600 * hours, "tokens": 5_000_000,
+                   "states_s": 3600 * states_hours,
                    "best/acceptance_length": acceptance, "best/step": 90}  # fmt: skip
         run.log_metrics({f"summary/{key}": value for key, value in summary.items()}, 100)
     return run.id

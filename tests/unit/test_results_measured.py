@@ -132,7 +132,8 @@ def test_absent_roles_leave_gaps_and_misspelt_arms_are_named():
 
 
 def cost(kind, hours, **more):
-    values = {"steps": 1, "tokens": 1, "cores": 2.0, "gpus": 0, "best_acceptance": 2.0, **more}
+    values = {"steps": 1, "tokens": 1, "states_hours": 0.0, "cores": 2.0, "gpus": 0,
+              "best_acceptance": 2.0, **more}  # fmt: skip
     return TrainingCost(record=record(), kind=kind, regime="dflash", hours=hours, **values)
 
 

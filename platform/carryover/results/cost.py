@@ -24,7 +24,9 @@ class TrainingCost:
         regime: of the drafter; None for a target.
         steps: optimizer steps; None until the run has ended.
         tokens: of the packs seen; None likewise.
-        hours: of training, evaluations and checkpoints included; None likewise.
+        hours: of training; evaluations, checkpoints and the target's states that this run kept on
+            disk for itself and others included; None likewise.
+        states_hours: of them for those states.
         cores: of all workers.
         gpus: of all workers.
         best_acceptance: held-out acceptance length of the best checkpoint; None without one.
@@ -36,6 +38,7 @@ class TrainingCost:
     steps: int | None
     tokens: int | None
     hours: float | None
+    states_hours: float
     cores: float
     gpus: int
     best_acceptance: float | None
@@ -58,13 +61,15 @@ def training_cost(record: RunRecord) -> TrainingCost:
         return int(metrics[name]) if name in metrics else None
 
     seconds = metrics.get("summary/trained_s")
+    states_hours = metrics.get("summary/states_s", 0.0) / workers / 3600
     return TrainingCost(
         record=record,
         kind=record.tags["carryover.training"],
         regime=record.param("regime"),
         steps=count("summary/steps"),
         tokens=count("summary/tokens"),
-        hours=None if seconds is None else seconds / 3600,
+        hours=None if seconds is None else seconds / 3600 + states_hours,
+        states_hours=states_hours,
         cores=each * workers,
         gpus=(record.param("resources.gpus_per_worker") or 0) * workers,
         best_acceptance=metrics.get("summary/best/acceptance_length"),

@@ -34,12 +34,13 @@ def training_table(costs: Sequence[TrainingCost]) -> str:
         state = "" if cost.record.finished else f" **PARTIAL: {cost.record.status}**"
         rows.append([
             label(cost.record) + state, cost.kind, cost.regime or DASH, _count(cost.steps),
-            _count(cost.tokens), _decimal(cost.hours),
+            _count(cost.tokens), _decimal(cost.hours), _decimal(cost.states_hours or None),
             f"{cost.gpus} GPUs" if cost.gpus else f"{cost.cores:g}",
             DASH if cost.gpus else _decimal(cost.core_hours), _decimal(cost.best_acceptance),
         ])  # fmt: skip
     columns = [
-        "run", "training", "drafter", "steps", "tokens", "hours", "cores", "core-hours",
+        "run", "training", "drafter", "steps", "tokens", "hours", "of them cached states", "cores",
+        "core-hours",
         "best held-out acceptance length",
     ]  # fmt: skip
     return table(columns, rows, left=3)

@@ -5,6 +5,7 @@ The driver of a job uses the first half to check and to estimate; each worker us
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -288,9 +289,13 @@ def _fill(
     missing = cache.missing_parts()
     workers.barrier()
     mine = missing[workers.rank :: workers.size]
+    before = time.monotonic()
 
     def on_rows(tokens: int) -> None:
-        reporter.report({"kind": "cached", "tokens": tokens})
+        nonlocal before
+        now = time.monotonic()
+        reporter.report({"kind": "cached", "tokens": tokens, "seconds": now - before})
+        before = now
         if reporter.stop_requested():
             raise Stopped
 
