@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from carryover.errors import ConfigError
 
@@ -17,6 +17,22 @@ class Config(BaseModel):
     """Base of every configuration: unknown keys are refused, values cannot change."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_what_the_default_sets(cls, values: Any) -> Any:
+        """Let a section that is given in part differ from its field's default in that part alone.
+
+        Without this, one key of a section would put all others back to what they are elsewhere.
+        """
+        if not isinstance(values, Mapping):
+            return values
+        return {
+            name: _filled(value, cls.model_fields[name].default)
+            if name in cls.model_fields
+            else value
+            for name, value in values.items()
+        }
 
     @classmethod
     def load(cls, path: str | Path | None = None, *, overrides: Iterable[str] = ()) -> Self:
@@ -50,6 +66,15 @@ class Config(BaseModel):
     def to_yaml(self) -> str:
         """Return the resolved configuration, defaults included, as YAML."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _filled(value: Any, default: Any) -> Any:
+    """A mapping with what a default section sets and it does not."""
+    if not (isinstance(value, Mapping) and isinstance(default, Config)):
+        return value
+    own = {name: getattr(default, name) for name in default.model_fields_set}
+    merged = {name: _filled(value[name], own[name]) for name in own.keys() & value.keys()}
+    return {**own, **value, **merged}
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

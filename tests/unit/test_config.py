@@ -96,3 +96,40 @@ def test_the_resolved_yaml_reads_back_the_same(tmp_path):
 def test_configurations_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Optimizer().lr = 2.0
+
+
+class Engine(Config):
+    length: int = 1024
+    requests: int = 96
+    optimizer: Optimizer = Optimizer()
+
+
+class Bench(Config):
+    """Its engine is not what an engine is elsewhere."""
+
+    engine: Engine = Engine(requests=1, optimizer=Optimizer(lr=0.5))
+    others: list[Engine] = []
+
+
+def test_a_key_of_a_section_leaves_what_the_sections_default_sets():
+    found = Bench.load(overrides=["engine.length=2048", "engine.optimizer.betas=[0, 1]"])
+    assert (found.engine.length, found.engine.requests) == (2048, 1)
+    assert (found.engine.optimizer.lr, found.engine.optimizer.betas) == (0.5, (0, 1))
+    assert Bench.load(overrides=["engine.requests=3"]).engine.requests == 3
+    assert Bench.load(overrides=["others=[{length: 8}]"]).others[0].requests == 96
+    with pytest.raises(ConfigError, match=r"engine\.lenght: unknown key; did you mean 'length'"):
+        Bench.load(overrides=["engine.lenght=1"])
+
+
+def test_every_default_section_of_the_platform_keeps_what_it_sets():
+    """One key of a section given on the command line changes that key alone."""
+    from carryover.bench.offline import OfflineConfig
+    from carryover.data.synthesis import SynthesizeConfig
+    from carryover.training.target_config import TargetTrainConfig
+
+    offline = OfflineConfig.parse({"prompts": "x", "engine": {"max_model_len": 2048}})
+    assert offline.engine.max_num_seqs == 1
+    written = SynthesizeConfig.parse({"engine": {"dtype": "bfloat16"}})
+    assert written.engine.max_model_len == SynthesizeConfig().engine.max_model_len == 512
+    trained = TargetTrainConfig.parse({"optimizer": {"beta1": 0.8}})
+    assert trained.optimizer.lr == TargetTrainConfig().optimizer.lr == 2e-3
