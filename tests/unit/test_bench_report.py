@@ -2,7 +2,7 @@
 
 import io
 
-from bench_backends import SPEED, RuleBackend, run_rule_bench
+from bench_backends import ACCEPTED, ARMS, SPEED, RuleBackend, run_rule_bench
 from rich.console import Console
 
 from carryover.bench.records import Condition
@@ -29,6 +29,20 @@ def test_tables_show_figures_with_intervals_by_arm_and_by_set(tmp_path):
 def test_one_column_of_an_arm_fits_a_narrow_terminal(tmp_path):
     text = shown(run_rule_bench(tmp_path), width=80)
     assert "…" not in text and "nan" not in text
+
+
+def test_many_arms_stand_below_each_other(tmp_path, monkeypatch):
+    names = [f"markov-carryover-{seed}" for seed in range(8)]
+    for name in names:
+        monkeypatch.setitem(SPEED, name, 1.1)
+        monkeypatch.setitem(ACCEPTED, name, 2)
+    arms = {"autoregressive": ARMS["autoregressive"]} | dict.fromkeys(names, ARMS["carryover"])
+    result = run_rule_bench(tmp_path, arms=arms)
+    assert len(result_tables(result)) == 3 + 3
+    assert "…" not in shown(result, width=80)
+    wide = shown(result)
+    # a column among the arms; acceptance and speed-up among the sets
+    assert all(wide.count(name) == 3 for name in names)
 
 
 def test_failures_differing_texts_and_every_condition_are_shown(tmp_path):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich import box
 from rich.table import Table
@@ -16,23 +17,35 @@ if TYPE_CHECKING:
     from carryover.bench.result import BenchResult, Cell
     from carryover.bench.summary import ArmSummary, Comparison
 
+Item = TypeVar("Item")
+
+# What a terminal of usual width shows beside each other.
+_ARMS_BESIDE, _FIGURES_BESIDE = 4, 6
+
 
 def result_tables(result: BenchResult) -> list[Table]:
-    """For each condition: a table of the arms, and one of the sets if there are several."""
+    """For each condition: tables of the arms, and of the sets if there are several.
+
+    So many arms or figures stand side by side as a terminal shows; the others follow below.
+    """
     tables = []
     for cell in result.cells:
-        tables.append(result_table(result, cell))
+        arms = list(cell.summaries)
+        tables += [result_table(result, cell, arms=part) for part in _groups(arms, _ARMS_BESIDE)]
         if any(summary.by_set for summary in cell.summaries.values()):
-            tables.append(set_table(result, cell))
+            tables += _set_tables(cell)
     return tables
 
 
-def result_table(result: BenchResult, cell: Cell | None = None) -> Table:
+def result_table(
+    result: BenchResult, cell: Cell | None = None, *, arms: Sequence[str] | None = None
+) -> Table:
     """One column per arm; ratios are over the reference arm, brackets are 95% intervals.
 
     Args:
         result: of a bench.
         cell: the condition to show; None: the first.
+        arms: to show; None: all.
     """
     cell = cell or result.cells[0]
     condition = cell.condition
@@ -42,9 +55,10 @@ def result_table(result: BenchResult, cell: Cell | None = None) -> Table:
         title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
     )  # fmt: skip
     table.add_column("")
-    columns = [_column(arm, result, cell) for arm in cell.summaries]
-    for arm in cell.summaries:
-        table.add_column(arm, justify="right")
+    shown = list(cell.summaries) if arms is None else arms
+    columns = [_column(arm, result, cell) for arm in shown]
+    for arm in shown:
+        table.add_column(arm, justify="right", overflow="fold")
     for name in columns[0]:
         cells = [column[name] for column in columns]
         if any(cells):
@@ -52,42 +66,66 @@ def result_table(result: BenchResult, cell: Cell | None = None) -> Table:
     return table
 
 
-def set_table(result: BenchResult, cell: Cell) -> Table:
+@dataclass(frozen=True)
+class _Figure:
+    """A column of a table of sets."""
+
+    heading: str
+    by_set: Mapping[str, Interval | None]
+    micro: Interval | None
+    macro: Interval | None
+    unit: str = ""
+
+    def show(self, interval: Interval | None) -> str:
+        return _stacked(interval, 2, self.unit)
+
+
+def _set_tables(cell: Cell) -> list[Table]:
     """One row per set: acceptance length and speed-up of each arm; micro and macro at the end."""
+    figures = [
+        _Figure(
+            f"{arm}\nacceptance",
+            {name: part.acceptance_length for name, part in summary.by_set.items()},
+            summary.acceptance_length,
+            summary.acceptance_length_macro,
+        )
+        for arm, summary in cell.summaries.items()
+        if summary.acceptance_length is not None
+    ] + [
+        _Figure(
+            f"{arm}\nspeed-up",
+            {name: part.speedup for name, part in comparison.by_set.items()},
+            comparison.speedup,
+            comparison.speedup_macro,
+            "x",
+        )
+        for arm, comparison in cell.comparisons.items()
+    ]
+    return [_set_table(cell, part) for part in _groups(figures, _FIGURES_BESIDE)]
+
+
+def _set_table(cell: Cell, figures: Sequence[_Figure]) -> Table:
     table = Table(
         title=f"by set, {cell.condition.load}, T={cell.condition.temperature:g}",
         title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
     )  # fmt: skip
     table.add_column("set")
     table.add_column("prompts", justify="right")
-    speculating = [arm for arm, s in cell.summaries.items() if s.acceptance_length is not None]
-    for arm in speculating:
-        table.add_column(f"{arm}\nacceptance", justify="right")
-    for arm in cell.comparisons:
-        table.add_column(f"{arm}\nspeed-up", justify="right")
+    for figure in figures:
+        table.add_column(figure.heading, justify="right", overflow="fold")
     first = next(iter(cell.summaries.values()))
     for name, part in first.by_set.items():
-        lengths = [cell.summaries[arm].by_set[name].acceptance_length for arm in speculating]
-        speeds = [c.by_set[name].speedup if name in c.by_set else None
-                  for c in cell.comparisons.values()]  # fmt: skip
-        table.add_row(
-            name, str(part.requests),
-            *(_stacked(length, 2) for length in lengths),
-            *(_stacked(speed, 2, "x") for speed in speeds),
-        )  # fmt: skip
+        cells = [figure.show(figure.by_set.get(name)) for figure in figures]
+        table.add_row(name, str(part.requests), *cells)
     table.add_section()
     total = str(first.requests)
-    table.add_row(
-        "micro average", total,
-        *(_stacked(cell.summaries[arm].acceptance_length, 2) for arm in speculating),
-        *(_stacked(c.speedup, 2, "x") for c in cell.comparisons.values()),
-    )  # fmt: skip
-    table.add_row(
-        "macro average", total,
-        *(_stacked(cell.summaries[arm].acceptance_length_macro, 2) for arm in speculating),
-        *(_stacked(c.speedup_macro, 2, "x") for c in cell.comparisons.values()),
-    )  # fmt: skip
+    table.add_row("micro average", total, *(figure.show(figure.micro) for figure in figures))
+    table.add_row("macro average", total, *(figure.show(figure.macro) for figure in figures))
     return table
+
+
+def _groups(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def _column(arm: str, result: BenchResult, cell: Cell) -> dict[str, str]:
