@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+# Keys and values of the context in one drafter layer, each [T, K, E], RoPE applied.
+Projected = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Context:
@@ -29,7 +32,7 @@ class Context:
 
     hidden_TC: torch.Tensor
     positions_T: torch.Tensor
-    projected: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
+    projected: Sequence[Projected] | None = None
 
 
 @dataclass(frozen=True)

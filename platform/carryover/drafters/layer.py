@@ -9,6 +9,7 @@ import torch
 from speculators.models.dflash.model_definitions import Qwen3DFlashDecoderLayer
 
 from carryover.drafters.attention import Chunk, block_attention
+from carryover.drafters.blocks import Projected
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,12 @@ class Rope:
         return x * self.cos + torch.cat((-high, low), dim=-1) * self.sin
 
 
-# Keys and values of the context in one layer, each [T, K, E], RoPE applied.
-Projected = tuple[torch.Tensor, torch.Tensor]
-
-
 @dataclass(frozen=True)
 class LayerInputs:
     """What every layer of one forward pass shares.
 
     Attributes:
-        context_TD: fused committed states.
+        context_TD: fused committed states; None, like their positions, with `projected`.
         projected: each layer's keys and values of them, if they were made before.
         carried_ARD: fused carried rows, or None.
         context_rope, query_rope, own_rope: positions of the context, of the slots, and of a
@@ -44,7 +41,7 @@ class LayerInputs:
     context_TD: torch.Tensor | None
     projected: Sequence[Projected] | None
     carried_ARD: torch.Tensor | None
-    context_rope: Rope
+    context_rope: Rope | None
     query_rope: Rope
     own_rope: Rope
     chunks: Sequence[Chunk]

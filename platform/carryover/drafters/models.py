@@ -184,12 +184,15 @@ class BlockDrafter(nn.Module):
             own_closed_ASO = torch.cat(
                 (~blocks.carried.valid_AR, torch.zeros_like(positions_AS, dtype=torch.bool)), dim=1
             )[:, None]
-        projected = context.projected
+        context_TD = context_rope = None
+        if context.projected is None:
+            context_TD = self._fuse(context)
+            context_rope = self._rope(context.positions_T, hidden_ASD)
         inputs = LayerInputs(
-            context_TD=self._fuse(context) if projected is None else None,
-            projected=projected,
+            context_TD=context_TD,
+            projected=context.projected,
             carried_ARD=carried_ARD,
-            context_rope=self._rope(context.positions_T, hidden_ASD),
+            context_rope=context_rope,
             query_rope=query_rope,
             own_rope=own_rope,
             chunks=plan_chunks(
