@@ -90,7 +90,7 @@ def whole(store):
         section(
             offline=[ids["offline"]], online=[ids["sweep"]],
             training=["small", "small-carryover", "small-control"],
-            diagnostics=["small headroom", "small replay"],
+            diagnostics=["small headroom", "small replay"], ablation=["small replay"],
             tried=[{"what": "twice the marker", "run": "small-control", "gave": "nothing"}],
         ),
         {"name": "Embedded target"},
@@ -201,6 +201,10 @@ def check_tables(text):
     assert row(carried, headroom, "only the rejected row")[2:] == ["0.062", "0.125"]
     (replay,) = set(re.findall(r"`small replay` \(`\w{8}`\)", carried))
     assert row(carried, replay)[1:] == ["90", "2.25", "2.20", "–", "+5.0 ± 1.3", "–"]
+    variants = text.split("what to carry, and how to mark it")[1].split("\n### ")[0]
+    assert row(variants, "target tokens", "none")[3:] == [
+        "90", "2.25", "2.20", "–", "+0.050 ± 0.031", "–"
+    ]  # fmt: skip
     training = text.split("what training cost")[1]
     cost = row(training, next(c for c in re.findall(r"`small-carryover` \(`\w{8}`\)", training)))
     seen = ["carryover", "dflash", "100", "5,000,000"]

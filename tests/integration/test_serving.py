@@ -425,7 +425,7 @@ def test_bench_counts_failures_and_keeps_their_rows(serving, tmp_path):
     config = OnlineConfig(
         url=serving.url, prompts=str(path), max_tokens=8, out=tmp_path / "bench", arms=["dflash"]
     )
-    with pytest.raises(ServingError, match="1 of 2 requests failed"):
+    with pytest.raises(ServingError, match="1 of the 2 requests of this bench failed"):
         run(config)
     rows = pq.read_table(next((tmp_path / "bench").glob("*/requests.parquet"))).to_pylist()
     assert sorted(row["status"] for row in rows) == [200, 413]

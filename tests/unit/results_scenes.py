@@ -22,7 +22,7 @@ from carryover.bench.settings import BenchConfig
 from carryover.bench.statistics import Interval
 from carryover.diagnostics.headroom import Headroom, SlotHeadroom
 from carryover.diagnostics.recording import record
-from carryover.diagnostics.replay import Recall, Replay
+from carryover.diagnostics.replay import Difference, Recall, Replay
 from carryover.diagnostics.session import Job
 
 PROPOSALS, ROUNDS, ROUND_S = 3, 40, 0.010
@@ -108,7 +108,8 @@ def record_diagnoses(tracker):
     record(tracker, "headroom", "small headroom", job, found)
     rates = {"on": 0.75, "off": 0.7}
     recalls = [Recall(1, 1, 90, rates, 0.05, 0.013), Recall(2, 1, 0, {}, nan, nan)]
-    replayed = Replay(90, 99, {"on": 2.25, "off": 2.2}, recalls)
+    lengths, gains = {"on": 2.25, "off": 2.2}, {"off": Difference(0.05, 0.031)}
+    replayed = Replay("target_tokens", "none", 90, 99, lengths, gains, recalls)
     record(tracker, "replay", "small replay", job, replayed)
 
 

@@ -79,6 +79,11 @@ def test_drafts_at_matched_anchors_are_those_of_drafting(tiny_llama, responses, 
     assert found.rounds == len(accepted["on"]) < found.all_rounds
     for name, counts in accepted.items():
         assert found.acceptance_length[name] == pytest.approx(1 + np.mean(counts))
+    for name, gain in found.acceptance_gain.items():
+        more = np.subtract(accepted["on"], accepted[name])
+        assert gain.value == pytest.approx(more.mean())
+        assert gain.error == pytest.approx(1.96 * more.std(ddof=1) / len(more) ** 0.5)
+    assert (found.carried, found.mark) == ("hidden_states", "embedding")
     first = next(r for r in found.recalls if (r.position, r.top) == (1, 1))
     for name, counts in accepted.items():
         assert first.rates[name] == pytest.approx(np.mean([count > 0 for count in counts]))
@@ -262,3 +267,7 @@ def test_the_replay_command_records_what_it_prints(tmp_path, monkeypatch, tiny_l
     shown = records.replay_table([record])
     assert f"{found['acceptance_length']['baseline']:.2f}" in shown
     assert f"{100 * found['recalls'][0]['gain']:+.1f}" in shown
+    shown = records.ablation_table([RunReader(Tracker()).replay(record.id)])
+    gain = found["acceptance_gain"]["baseline"]
+    assert "| hidden states | embedding |" in shown
+    assert f"{gain['value']:+.3f} ± {gain['error']:.3f}" in shown

@@ -316,9 +316,11 @@ def _print_replay(found: Replay) -> None:
     console().print(table)
     lengths = ", ".join(f"{name.upper()} {value:.3f}" for name, value in
                         found.acceptance_length.items())  # fmt: skip
+    gains = ", ".join(f"{gain.value:+.3f} ± {gain.error:.3f} over {name.upper()}" for name, gain in
+                      found.acceptance_gain.items())  # fmt: skip
     typer.echo(
         f"{found.rounds:,} of {found.all_rounds:,} rounds have carried rows; "
-        f"acceptance length there: {lengths}"
+        f"acceptance length there: {lengths}; ON is {gains}"
     )
 
 

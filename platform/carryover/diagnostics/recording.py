@@ -25,11 +25,16 @@ def record(tracker: Tracker, kind: Kind, name: str, job: Job, found: Replay | He
         kind: of diagnosis.
         name: of the run.
         job: what was asked.
-        found: the answer; all numbers in it become metrics, lists by block position.
+        found: the answer; all numbers in it become metrics, lists by block position, and all words
+            parameters.
     """
     with tracker.run(experiment=EXPERIMENT, name=name, tags={KIND_TAG: kind}) as run:
-        run.log_params({key: str(value) for key, value in asdict(job).items() if value is not None})
-        run.log_metrics(_flat(asdict(found)))
+        answer = asdict(found)
+        words = {key: answer.pop(key) for key, value in asdict(found).items()
+                 if isinstance(value, str)}  # fmt: skip
+        asked = {key: str(value) for key, value in asdict(job).items() if value is not None}
+        run.log_params(asked | words)
+        run.log_metrics(_flat(answer))
         run.log_dict(asdict(found), f"{kind}.json")
         return run.id
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from carryover.drafters.blocks import Blocks, Carried
+from carryover.drafters.carried import CarriedSettings
 from carryover.drafters.drafting import MAX_LOGITS
 from carryover.drafters.models import BlockDrafter
 from carryover.errors import CheckpointError, DataError
@@ -61,19 +62,38 @@ class Recall:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """Tokens a round more with the carried rows than with another draft.
+
+    Attributes:
+        value: mean over the compared rounds.
+        error: half of its 95% interval, by the normal approximation of paired differences.
+    """
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
 class Replay:
     """What a replay found.
 
     Attributes:
+        carried: what the drafter carries.
+        mark: how it is marked.
         rounds: with carried rows; those without are not compared.
         all_rounds: of the whole decoding.
         acceptance_length: accepted plus one at the compared rounds, a mean, by draft.
+        acceptance_gain: of `on` over each other draft.
         recalls: by position and k.
     """
 
+    carried: str
+    mark: str
     rounds: int
     all_rounds: int
     acceptance_length: dict[str, float]
+    acceptance_gain: dict[str, Difference]
     recalls: list[Recall]
 
 
@@ -130,6 +150,7 @@ def replay(
     if not valid:
         raise DataError("no round has anything carried: every proposal was accepted")
     return _summarise(
+        drafter.carried_settings,
         {name: np.concatenate(found) for name, found in ranks.items()},
         np.concatenate(valid),
         all_rounds,
@@ -259,7 +280,12 @@ def _rank_head(
     return torch.cat(found).view_as(tokens_AB)
 
 
-def _summarise(ranks: dict[str, np.ndarray], valid_NB: np.ndarray, all_rounds: int) -> Replay:
+def _summarise(
+    settings: CarriedSettings,
+    ranks: dict[str, np.ndarray],
+    valid_NB: np.ndarray,
+    all_rounds: int,
+) -> Replay:
     first = {name: found == 0 for name, found in ranks.items()}
     other = first.get("baseline", first["off"])
     matched_NB = np.ones_like(valid_NB)
@@ -270,16 +296,30 @@ def _summarise(ranks: dict[str, np.ndarray], valid_NB: np.ndarray, all_rounds: i
             counted = valid_NB[:, index] & matched_NB[:, index]
             hits = {name: (found[counted, index] < top) for name, found in ranks.items()}
             recalls.append(_recall(index + 1, top, hits))
-    acceptance = {
-        name: float(1 + np.logical_and.accumulate(found, axis=1).sum(1).mean())
-        for name, found in first.items()
+    lengths = {
+        name: 1.0 + np.logical_and.accumulate(found, axis=1).sum(1) for name, found in first.items()
     }
-    return Replay(len(valid_NB), all_rounds, acceptance, recalls)
+    gains = {
+        name: Difference(*_paired(lengths["on"], length))
+        for name, length in lengths.items()
+        if name != "on"
+    }
+    return Replay(
+        carried=settings.carried, mark=settings.mark, rounds=len(valid_NB), all_rounds=all_rounds,
+        acceptance_length={name: float(length.mean()) for name, length in lengths.items()},
+        acceptance_gain=gains, recalls=recalls,
+    )  # fmt: skip
 
 
 def _recall(position: int, top: int, hits: dict[str, np.ndarray]) -> Recall:
     count = len(hits["on"])
     rates = {name: float(found.mean()) if count else math.nan for name, found in hits.items()}
-    differences = hits["on"].astype(float) - hits["off"]
+    return Recall(position, top, count, rates, *_paired(hits["on"], hits["off"]))
+
+
+def _paired(on_N: np.ndarray, other_N: np.ndarray) -> tuple[float, float]:
+    """Mean difference, and half of its interval; nan over too few rounds."""
+    differences = on_N.astype(float) - other_N
+    count = len(differences)
     error = _Z * float(differences.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
-    return Recall(position, top, count, rates, rates["on"] - rates["off"], error)
+    return float(differences.mean()) if count else math.nan, error

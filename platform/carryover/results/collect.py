@@ -25,6 +25,7 @@ class SectionRuns:
     online: Sequence[BenchRun]
     costs: Sequence[TrainingCost]
     diagnoses: Sequence[RunRecord]
+    ablation: Sequence[RunRecord]
     tried: Sequence[tuple[Tried, RunRecord | None]]
 
     @property
@@ -36,7 +37,7 @@ class SectionRuns:
     def records(self) -> list[RunRecord]:
         """Runs besides benches."""
         known = {run.record.id for run in self.benches}
-        found = [*(cost.record for cost in self.costs), *self.diagnoses]
+        found = [*(cost.record for cost in self.costs), *self.diagnoses, *self.ablation]
         found += [run for _, run in self.tried if run is not None and run.id not in known]
         return list({record.id: record for record in found}.values())
 
@@ -86,6 +87,7 @@ def read_section(section: Section, reader: RunReader) -> SectionRuns:
         online=[reader.bench(name, "online") for name in section.online],
         costs=[training_cost(reader.training(name)) for name in section.training],
         diagnoses=[reader.diagnosis(name) for name in section.diagnostics],
+        ablation=[reader.replay(name) for name in section.ablation],
         tried=[(each, reader.any(each.run) if each.run else None) for each in section.tried],
     )
     check_arms(section, found.benches)

@@ -78,6 +78,11 @@ class Section(Config):
         default=[],
         description="runs of `platform checkpoint headroom` and `replay` by name or id",
     )
+    ablation: list[str] = Field(
+        default=[],
+        description="replays, by name or id, of drafters that differ in what is carried or in how "
+        "it is marked; each with the same baseline",
+    )
     tried: list[Tried] = Field(default=[], description="remedies that were tried")
 
 

@@ -114,6 +114,28 @@ def replay_table(runs: Sequence[RunRecord]) -> str:
     return table(columns, rows)
 
 
+def ablation_table(runs: Sequence[RunRecord]) -> str:
+    """Acceptance length by what is carried and how it is marked."""
+    rows = []
+    for run in runs:
+        found = run.metrics
+        lengths = [_decimal(found.get(f"acceptance_length/{name}"))
+                   for name in ("on", "off", "baseline")]  # fmt: skip
+        gains = [_gain(found, name) for name in ("off", "baseline")]
+        rows.append([
+            str(run.param("carried")).replace("_", " "), str(run.param("mark")), label(run),
+            _count(int(found["rounds"])), *lengths, *gains,
+        ])  # fmt: skip
+    columns = ["carried", "mark", "run", "rounds", "ON", "OFF", "baseline", "ON less OFF",
+               "ON less baseline"]  # fmt: skip
+    return table(columns, rows, left=3)
+
+
+def _gain(metrics: Mapping[str, float], other: str) -> str:
+    value, error = (metrics.get(f"acceptance_gain/{other}/{key}") for key in ("value", "error"))
+    return DASH if value is None else f"{value:+.3f} ± {error:.3f}"
+
+
 def _positions(metrics: Mapping[str, float], name: str) -> int:
     """The last block position of a list in a diagnosis' metrics."""
     places = [key.split("/")[1] for key in metrics if key.startswith(f"{name}/")]

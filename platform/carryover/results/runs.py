@@ -180,6 +180,20 @@ class RunReader:
             raise ConfigError(f"run {name!r} ({record.name!r}) is no headroom and no replay")
         return record
 
+    def replay(self, name: str) -> RunRecord:
+        """Read a replay that recorded what its drafter carries, by name or id.
+
+        Raises:
+            ConfigError: no such run, several, or another one.
+        """
+        record = self.diagnosis(name)
+        if "carried" not in record.params:
+            raise ConfigError(
+                f"run {name!r} ({record.name!r}) does not say what its drafter carries; repeat it "
+                "with `platform checkpoint replay`"
+            )
+        return record
+
     def any(self, name: str) -> RunRecord:
         """Read the record of a bench, a training or a diagnosis, by name or id.
 

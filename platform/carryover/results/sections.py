@@ -25,6 +25,16 @@ def add_section(page: ResultsPage, results: SectionResults) -> None:
     page.add(records.training_table(runs.costs) if runs.costs else NOT_YET)
     _payback(page, results)
     _diagnoses(page, results)
+    if runs.ablation:
+        page.add(
+            f"### {runs.section.name}: what to carry, and how to mark it",
+            "Each drafter at the anchors of its own greedy decoding, over rounds with something "
+            "carried: tokens a round with it (ON), by the same weights without (OFF), and by the "
+            "baseline, which decodes nothing itself. Differences are paired over rounds, with 95% "
+            "intervals (paper, Qwen3-4B Markov: hidden states best, the target's tokens modest, "
+            "draft tokens inconsistent; no mark still competitive, a projector slightly better).",
+            records.ablation_table(runs.ablation),
+        )
     if runs.tried:
         page.add(f"### {runs.section.name}: what was tried", records.tried_table(runs.tried))
     if results.unused:
