@@ -14,17 +14,24 @@
 # CONTEXT          tokens that a prompt and its answer may have; default: 2048, laboratory 1024,
 #                  which are all positions that it has: PROMPTS beyond it are refused
 # PORT             of the endpoint while it is measured; default: 8765
+# ABLATION         what else is carried, and how it is marked, as CARRIED/MARK: a training of each for
+#                  the last of REGIMES and the first of SEEDS; default for the laboratory: all kinds
 # EXTRA            options for every training, such as "--set max_steps=20"
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-usage() { sed -n "2,18s/^# \{0,1\}//p" infra/results.sh; exit "$1"; }
+usage() { sed -n "2,/^set/s/^# \{0,1\}//p" infra/results.sh; exit "$1"; }
 case ${1:-} in laboratory | embedded) subject=$1 ;; -h | --help) usage 0 ;; *) usage 2 >&2 ;; esac
 case ${2:-} in train) ;; measure) prompts=${3:?"give the prompts to measure on"} ;; *) usage 2 >&2 ;; esac
 
 read -ra regimes <<<"${REGIMES:-dflash markov}"
 read -ra seeds <<<"${SEEDS:-1 2 3}"
 read -ra extra <<<"${EXTRA:-}"
+variants=
+[ "$subject" = embedded ] ||
+  variants="hidden_states/none hidden_states/projector target_tokens/embedding draft_tokens/embedding"
+read -ra ablation <<<"${ABLATION-$variants}"
+ablated=${regimes[-1]}
 num_prompts=${NUM_PROMPTS:-2400} num_eval=${NUM_EVAL:-96}
 
 # Cores that multiply in bfloat16 train and write text in it, 1.6 times as fast; benches stay at
@@ -53,19 +60,32 @@ data() {
   fi
 }
 
+# What a variant's training is called.
+variant_name() { printf '%s-%s-%s' "$subject" "$ablated" "$(tr '/_' '--' <<<"$1")"; }
+
+continuation() {
+  local kind=$1 regime=$2 seed=$3 name=$4
+  shift 4
+  step "$platform" train "$kind" -c "$config" -d "$responses" --name "$name" \
+    --from "runs/train/$subject-$regime/best" --set "seed=$seed" --skip-verify \
+    ${train_fast[@]+"${train_fast[@]}"} "$@" ${extra[@]+"${extra[@]}"}
+}
+
 drafters() {
-  local regime seed kind name
+  local regime seed kind name variant
   for regime in "${regimes[@]}"; do
     name=$subject-$regime
     step "$platform" train baseline -c "$config" -d "$responses" --name "$name" \
       --set "regime=$regime" ${train_fast[@]+"${train_fast[@]}"} ${extra[@]+"${extra[@]}"}
     for seed in "${seeds[@]}"; do
       for kind in carryover control; do
-        step "$platform" train "$kind" -c "$config" -d "$responses" --name "$name-$kind-$seed" \
-          --from "runs/train/$name/best" --set "seed=$seed" --skip-verify \
-          ${train_fast[@]+"${train_fast[@]}"} ${extra[@]+"${extra[@]}"}
+        continuation "$kind" "$regime" "$seed" "$name-$kind-$seed"
       done
     done
+  done
+  for variant in ${ablation[@]+"${ablation[@]}"}; do
+    continuation carryover "$ablated" "${seeds[0]}" "$(variant_name "$variant")" \
+      --set "carried.carried=${variant%/*}" --set "carried.mark=${variant#*/}"
   done
 }
 
@@ -127,7 +147,8 @@ online() {
 
 # What there is to carry, and whether it is read, on answers to the prompts of the benches.
 diagnose() {
-  local regime=$1 name=$subject-$1 seed answers=$results/responses done=$results/diagnosed-$1
+  local regime=$1 name=$subject-$1 seed variant answers=$results/responses
+  local done=$results/diagnosed-$1
   [ ! -e "$done" ] || return 0
   step "$platform" data regenerate --target "$target" --prompts "$prompts" --limit "$num_eval" \
     --out "$answers" --set temperatures=[0.0] --set max_new_tokens=128
@@ -135,6 +156,11 @@ diagnose() {
   for seed in "${seeds[@]}"; do
     step "$platform" checkpoint replay "runs/train/$name-carryover-$seed/last" -d "$answers" \
       --baseline "runs/train/$name/best" --name "$name-carryover-$seed-replay"
+  done
+  for variant in ${ablation[@]+"${ablation[@]}"}; do
+    [ "$regime" = "$ablated" ] || continue
+    step "$platform" checkpoint replay "runs/train/$(variant_name "$variant")/last" -d "$answers" \
+      --baseline "runs/train/$name/best" --name "$(variant_name "$variant")-replay"
   done
   touch "$done"
 }

@@ -89,10 +89,24 @@ def test_all_arms_of_all_seeds_are_trained_from_one_baseline(script):
     assert names == [
         "laboratory-markov", "laboratory-markov-carryover-4", "laboratory-markov-control-4",
         "laboratory-markov-carryover-5", "laboratory-markov-control-5",
+        "laboratory-markov-hidden-states-none", "laboratory-markov-hidden-states-projector",
+        "laboratory-markov-target-tokens-embedding", "laboratory-markov-draft-tokens-embedding",
     ]  # fmt: skip
     assert "regime=markov" in trained[0]
     for line in trained[1:]:
         assert line[line.index("--from") + 1] == "runs/train/laboratory-markov/best"
+    assert {"carried.carried=target_tokens", "carried.mark=embedding", "seed=4"} < set(trained[-2])
+    _, asked = script("laboratory", "train", REGIMES="markov", SEEDS="4", ABLATION="")
+    assert len([line for line in asked if line[0] == "train"]) == 4
+
+
+def test_variants_are_replayed_beside_the_method(script):
+    _, asked = script("laboratory", "measure", "p.jsonl", SEEDS="4", ABLATION="draft_tokens/none")
+    replayed = [line[line.index("--name") + 1] for line in asked if "replay" in line]
+    assert replayed == [
+        "laboratory-dflash-carryover-4-replay", "laboratory-markov-carryover-4-replay",
+        "laboratory-markov-draft-tokens-none-replay",
+    ]  # fmt: skip
 
 
 def test_measuring_goes_on_where_it_was_and_leaves_no_server(script):
