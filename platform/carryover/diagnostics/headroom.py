@@ -204,6 +204,7 @@ def _next_drafts(
         blocks=anchored_blocks(batch, anchors_N),
         tokens_AB=proposals_NB,
         layer_ids=drafter.target_layer_ids,
+        accepted_A=accepted_N,
     )
     predicted_NB = predictions(target_model, states.last_hidden_ND)
     _count(batch, anchors_N, accepted_N, proposals_NB, predicted_NB, counts)
