@@ -54,6 +54,18 @@ def test_three_arms_give_speed_ups_over_the_target_and_gains_over_the_baseline(t
     assert result.counters["carryover"]["num_drafts"] == 96
 
 
+def test_arms_that_are_equal_are_told_in_every_condition(tmp_path):
+    def told(arms):
+        conditions = [Condition("offline"), Condition("offline", 1.0)]
+        result = run_rule_bench(tmp_path, arms=arms, conditions=conditions)
+        return [text for text in findings(result, "note") if "the same arm twice" in text]
+
+    assert told(ARMS) == []
+    twice = told({**ARMS, "carryover": ARMS["baseline"]})
+    assert [text.split(":")[0] for text in twice] == ["T=0", "T=1"]
+    assert all("baseline and carryover" in text and "+20.0%" in text for text in twice)
+
+
 @pytest.mark.parametrize("units_before", [0, 1, 2, 3, 5, 8])
 def test_a_killed_bench_goes_on_where_it_was(tmp_path, units_before):
     with pytest.raises(Killed):

@@ -3,9 +3,10 @@
 import pytest
 from test_bench_summary import request
 
+from carryover.bench.arms import equal_arms
 from carryover.bench.client import Choice
 from carryover.bench.records import Condition
-from carryover.bench.summary import summarise_arm
+from carryover.bench.summary import compare_arms, summarise_arm
 from carryover.bench.ties import Ties, default_threshold, parting_gap
 from carryover.bench.validity import (
     check_counters,
@@ -13,6 +14,7 @@ from carryover.bench.validity import (
     check_pairs,
     check_requests,
     check_summary,
+    note_on_equal_arms,
     undrafted_share,
 )
 
@@ -40,6 +42,18 @@ def test_a_sound_response_has_no_problem():
 def test_contradictions_name_the_arm_and_the_prompts(about, change, problem):
     said = check_requests("a", about, [request("a", 7, **{**GOOD, **change})])
     assert any(problem in text and text.startswith("a: ") for text in said), said
+
+
+def test_an_arm_that_is_there_twice_tells_what_engines_differ_by():
+    arms = {
+        "plain": {**PLAIN, "control": True}, "a": DRAFTING, "b": {"drafter": "e"},
+        "again": {**DRAFTING, "control": False}, "plain again": PLAIN, "x": {}, "y": {},
+    }  # fmt: skip
+    assert equal_arms(arms) == [("a", "again"), ("plain", "plain again")]
+    first = [request("a", k, **GOOD, latency=1.1) for k in range(3)]
+    again = [request("again", k, **GOOD, latency=1.0) for k in range(3)]
+    said = note_on_equal_arms(Condition("offline"), compare_arms(again, first, same_text=False))
+    assert "a and again are the same arm twice, and differ by +10.0% [+10.0, +10.0]" in said
 
 
 def test_the_acceptance_length_is_one_more_than_the_sum_of_the_rates():

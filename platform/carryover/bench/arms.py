@@ -94,6 +94,20 @@ def notes_on_arms(arms: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return said
 
 
+def equal_arms(arms: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Arms that are one of the arms before them once more, each after that one."""
+    found = []
+    first: dict[str, str] = {}
+    for name, about in arms.items():
+        if not about:
+            continue  # of another server, and so unknown
+        told = {key: value for key, value in about.items() if key != "control"}
+        same = first.setdefault(json.dumps(told, sort_keys=True), name)
+        if same != name:
+            found.append((same, name))
+    return found
+
+
 def _check_pairs(arms: Mapping[str, dict[str, Any]]) -> None:
     """Refuse to compare arms whose engines differ in more than the drafter and what is allowed."""
     settings = {

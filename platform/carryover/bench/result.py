@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from carryover.bench import validity
-from carryover.bench.arms import choose_baseline, choose_reference, notes_on_arms
+from carryover.bench.arms import choose_baseline, choose_reference, equal_arms, notes_on_arms
 from carryover.bench.ledger import Ledger
 from carryover.bench.records import Condition, Request
 from carryover.bench.settings import BenchConfig
@@ -173,6 +173,9 @@ def compile_result(
         )  # fmt: skip
         cells.append(cell)
         findings += _check_cell(config, arms, by_arm, cell)
+        for first, again in equal_arms(arms):
+            luck = compare_arms(by_arm[again], by_arm[first], same_text=False)
+            findings.append(Finding("note", validity.note_on_equal_arms(condition, luck)))
     counted, agree, said = _check_counters(ledger, arms)
     findings += [Finding("invalid", text) for text in said]
     return BenchResult(

@@ -209,6 +209,21 @@ def notes_on(
     return [f"{condition.title}: {text}" for text in said]
 
 
+def note_on_equal_arms(condition: Condition, again: Comparison) -> str:
+    """What two arms with the same checkpoint and engine differ by: an engine's own luck.
+
+    Intervals are over prompts, which both have alike, and hold nothing of what differs between
+    processes, such as where their memory lies.
+    """
+    ratio = again.speedup
+    value, low, high = (100 * (each - 1) for each in (ratio.value, ratio.low, ratio.high))
+    return (
+        f"{condition.title}: {again.baseline} and {again.arm} are the same arm twice, and differ "
+        f"by {value:+.1f}% [{low:+.1f}, {high:+.1f}] in output tokens/s; so may any two arms, "
+        "whatever the intervals of their speeds"
+    )
+
+
 def undrafted_share(requests: Sequence[Request]) -> float:
     """Share of output tokens that no round accounts for: of steps in which nothing was proposed.
 
