@@ -84,7 +84,7 @@ def record_bench(
         for name, length in lengths.items()
     }  # fmt: skip
     config = BenchConfig.parse(
-        {"prompts": "some.jsonl", "out": folder, "block_size": 8, "report": False}
+        {"prompts": "/home/someone/some.jsonl", "out": folder, "block_size": 8, "report": False}
     )
     bench = Bench(
         config, mode, arms, make_prompts(count, sets), conditions or [Condition(mode)],

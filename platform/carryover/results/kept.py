@@ -99,7 +99,9 @@ class KeptRuns:
         described = None
         if bench is not None:
             described = {
-                "mode": bench.mode, "digest": bench.digest, "findings": list(bench.findings),
+                "mode": bench.mode, "digest": bench.digest, "findings": [
+                    (severity, without_folders(text)) for severity, text in bench.findings
+                ],
                 "cores": bench.cores,
             }  # fmt: skip
             shutil.copyfile(rows, self.folder / f"{record.id}.parquet")
@@ -117,7 +119,7 @@ class KeptRuns:
 
 def _portable(record: dict[str, Any]) -> dict[str, Any]:
     tags = {
-        key: value
+        key: without_folders(str(value))
         for key, value in record["tags"].items()
         if key.startswith(_TAGS) and not key.startswith(_LEFT_OUT)
     }
