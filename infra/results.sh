@@ -122,7 +122,9 @@ online() {
   url=http://127.0.0.1:$port
   local arms="[{name: autoregressive}, {name: $regime, drafter: runs/train/$name/best}"
   arms+=", {name: $regime-control-$seed, drafter: runs/train/$name-control-$seed/last}"
-  arms+=", {name: $regime-carryover-$seed, drafter: runs/train/$name-carryover-$seed/last}]"
+  arms+=", {name: $regime-carryover-$seed, drafter: runs/train/$name-carryover-$seed/last}"
+  # once more, to see what equal arms differ by
+  arms+=", {name: $regime-again, drafter: runs/train/$name/best}]"
   [ ! -e "$results/online-$regime/finished" ] || return 0
   rm -f "$log"  # or an earlier server's would say that this one is ready
   # not through step, so that its id is the server's; a job in the background ignores SIGINT
