@@ -173,9 +173,6 @@ def compile_result(
         )  # fmt: skip
         cells.append(cell)
         findings += _check_cell(config, arms, by_arm, cell)
-        for first, again in equal_arms(arms):
-            luck = compare_arms(by_arm[again], by_arm[first], same_text=False)
-            findings.append(Finding("note", validity.note_on_equal_arms(condition, luck)))
     counted, agree, said = _check_counters(ledger, arms)
     findings += [Finding("invalid", text) for text in said]
     return BenchResult(
@@ -233,6 +230,9 @@ def _check_cell(
                 f"{cell.condition.title}: {arm}: {outside:.0%} of its tokens came from steps in "
                 "which nothing was proposed"
             )
+    for first, again in equal_arms(arms):
+        luck = compare_arms(by_arm[again], by_arm[first], same_text=False)
+        notes.append(validity.note_on_equal_arms(cell.condition, luck))
     return [*(Finding("invalid", text) for text in wrong), *(Finding("note", n) for n in notes)]
 
 

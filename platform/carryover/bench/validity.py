@@ -17,6 +17,7 @@ from carryover.bench import statistics
 from carryover.bench.records import Condition, Request
 from carryover.bench.summary import ArmSummary, Comparison
 from carryover.bench.ties import Ties
+from carryover.results.markdown import percent
 
 UNDRAFTED_WORTH_TELLING = 0.02
 # between figures that are computed in two ways from the same integers
@@ -215,12 +216,10 @@ def note_on_equal_arms(condition: Condition, again: Comparison) -> str:
     Intervals are over prompts, which both have alike, and hold nothing of what differs between
     processes, such as where their memory lies.
     """
-    ratio = again.speedup
-    value, low, high = (100 * (each - 1) for each in (ratio.value, ratio.low, ratio.high))
     return (
         f"{condition.title}: {again.baseline} and {again.arm} are the same arm twice, and differ "
-        f"by {value:+.1f}% [{low:+.1f}, {high:+.1f}] in output tokens/s; so may any two arms, "
-        "whatever the intervals of their speeds"
+        f"by {percent(again.speedup)} in output tokens/s; so may any two arms, whatever the "
+        "intervals of their speeds"
     )
 
 

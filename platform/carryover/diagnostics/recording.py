@@ -30,12 +30,11 @@ def record(tracker: Tracker, kind: Kind, name: str, job: Job, found: Replay | He
     """
     with tracker.run(experiment=EXPERIMENT, name=name, tags={KIND_TAG: kind}) as run:
         answer = asdict(found)
-        words = {key: answer.pop(key) for key, value in asdict(found).items()
-                 if isinstance(value, str)}  # fmt: skip
+        words = {key: value for key, value in answer.items() if isinstance(value, str)}
         asked = {key: str(value) for key, value in asdict(job).items() if value is not None}
         run.log_params(asked | words)
-        run.log_metrics(_flat(answer))
-        run.log_dict(asdict(found), f"{kind}.json")
+        run.log_dict(answer, f"{kind}.json")
+        run.log_metrics(_flat({key: answer[key] for key in answer.keys() - words.keys()}))
         return run.id
 
 

@@ -101,15 +101,13 @@ def replay_table(runs: Sequence[RunRecord]) -> str:
     last = max(_positions(run.metrics, "recalls_1") for run in runs)
     for run in runs:
         found = run.metrics
-        lengths = [_decimal(found.get(f"acceptance_length/{name}"))
-                   for name in ("on", "off", "baseline")]  # fmt: skip
         gains = []
         for k in range(1, last + 1):
             prefix = f"recalls_1/position_{k}"
             gain, error = (found.get(f"{prefix}/{key}", nan) for key in ("gain", "error"))
             shown = f"{100 * gain:+.1f}" + (f" ± {100 * error:.1f}" if isfinite(error) else "")
             gains.append(shown if isfinite(gain) else DASH)
-        rows.append([label(run), _count(int(found["rounds"])), *lengths, *gains])
+        rows.append([label(run), *_replayed(found), *gains])
     columns = ["run", "rounds", "ON", "OFF", "baseline", *map(str, range(1, last + 1))]
     return table(columns, rows)
 
@@ -119,16 +117,20 @@ def ablation_table(runs: Sequence[RunRecord]) -> str:
     rows = []
     for run in runs:
         found = run.metrics
-        lengths = [_decimal(found.get(f"acceptance_length/{name}"))
-                   for name in ("on", "off", "baseline")]  # fmt: skip
         gains = [_gain(found, name) for name in ("off", "baseline")]
         rows.append([
             str(run.param("carried")).replace("_", " "), str(run.param("mark")), label(run),
-            _count(int(found["rounds"])), *lengths, *gains,
+            *_replayed(found), *gains,
         ])  # fmt: skip
     columns = ["carried", "mark", "run", "rounds", "ON", "OFF", "baseline", "ON less OFF",
                "ON less baseline"]  # fmt: skip
     return table(columns, rows, left=3)
+
+
+def _replayed(metrics: Mapping[str, float]) -> list[str]:
+    """Rounds, and the acceptance length of each draft."""
+    lengths = (metrics.get(f"acceptance_length/{name}") for name in ("on", "off", "baseline"))
+    return [_count(int(metrics["rounds"])), *map(_decimal, lengths)]
 
 
 def _gain(metrics: Mapping[str, float], other: str) -> str:
