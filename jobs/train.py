@@ -14,6 +14,7 @@ from typing import Any
 
 from carryover import provenance
 from carryover.drafters import checkpoint
+from carryover.drafters.models import BlockDrafter
 from carryover.drafters.shipped import drafter_folder
 from carryover.errors import ConfigError
 from carryover.runtime import has_fast_bfloat16
@@ -48,7 +49,7 @@ def train(
         config: the run's settings; relative paths are relative to the working folder.
         kind: which training.
         start_from: the checkpoint that carryover training and its control begin at; a baseline
-            may begin at one, to be trained longer or in the other regime.
+            may begin at one, to be trained longer, in the other regime or with another vocabulary.
         restart: delete the run of this name first.
         tracking_uri: see `carryover.tracking.store_uri`.
         tracker: records the run, in place of the store at `tracking_uri`.
@@ -150,23 +151,23 @@ def _assign(config: TrainConfig, kind: Kind) -> Assignment:
 def continue_from(start_from: Path, config: TrainConfig, *, kind: Kind) -> TrainConfig:
     """The settings of training that begins at a checkpoint: the drafter's shape is that one's.
 
-    Carryover training and its control keep the regime, and take epochs and learning rate from
-    `continuation`.
+    A baseline may have another vocabulary, if `config` sets its size. Carryover training and its
+    control keep the regime too, and take epochs and learning rate from `continuation`.
 
     Raises:
         CheckpointError: not a checkpoint.
     """
     found = checkpoint.describe(start_from)
-    full = found["draft_vocab_size"] == found["target_vocab_size"]
-    drafter = config.drafter.model_copy(
-        update={
-            "num_layers": found["layers"],
-            "proposal_length": found["proposal_length"],
-            "target_layer_ids": tuple(found["target_layer_ids"]),
-            "draft_vocab_size": None if full else found["draft_vocab_size"],
-            "mask_token_id": found["mask_token_id"],
-        }
-    )
+    taken = {
+        "num_layers": found["layers"],
+        "proposal_length": found["proposal_length"],
+        "target_layer_ids": tuple(found["target_layer_ids"]),
+        "mask_token_id": found["mask_token_id"],
+    }
+    if kind != "baseline" or "draft_vocab_size" not in config.drafter.model_fields_set:
+        full = found["draft_vocab_size"] == found["target_vocab_size"]
+        taken["draft_vocab_size"] = None if full else found["draft_vocab_size"]
+    drafter = config.drafter.model_copy(update=taken)
     if kind == "baseline":
         return config.model_copy(update={"drafter": drafter})
     return config.continued(regime=found["regime"], drafter=drafter)
@@ -200,9 +201,7 @@ def _initialise(assignment: Assignment, data: Data, start_from: Path | None, fol
             )
     if assignment.kind == "carryover":
         drafter.add_carried_context(config.carried)
-    elif assignment.kind == "baseline" and (
-        drafter is None or checkpoint.regime_of(drafter) != config.regime
-    ):
+    elif assignment.kind == "baseline" and not _is_what_is_asked(drafter, config):
         counts = data.corpus.token_counts(data.split.train_N, target.identity()["vocab_size"])
         drafter = checkpoint.initialise(
             config.regime,
@@ -213,6 +212,14 @@ def _initialise(assignment: Assignment, data: Data, start_from: Path | None, fol
             like=drafter,
         )
     checkpoint.save(drafter, folder, {**record, **provenance.collect()})
+
+
+def _is_what_is_asked(drafter: BlockDrafter | None, config: TrainConfig) -> bool:
+    """Whether a baseline can train on as it is: of this regime, with a vocabulary of this size."""
+    if drafter is None or checkpoint.regime_of(drafter) != config.regime:
+        return False
+    size = config.drafter.draft_vocab_size or drafter.embed_tokens.num_embeddings
+    return drafter.draft_vocab_size == size
 
 
 def _describe_run(

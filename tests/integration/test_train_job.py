@@ -207,6 +207,12 @@ class TestInOneCluster:
         path = write_config(here, reference, name="markov", regime="markov", max_steps=1)
         longer = run_job(TrainConfig.load(path), start_from=start, view=Lines())
         assert checkpoint.describe(longer.last)["regime"] == "markov"
+        wider = TrainConfig.load(
+            write_config(here, reference, name="wider", drafter={"draft_vocab_size": 99})
+        )
+        assert checkpoint.describe(start)["draft_vocab_size"] != 99
+        longer = run_job(wider, start_from=start, view=Lines())
+        assert checkpoint.describe(longer.last)["draft_vocab_size"] == 99
         assert outcomes["carryover"]["carryover"]["carried"] == "hidden_states"
         assert outcomes["control"]["carryover"] is None
         with pytest.raises(ConfigError, match="begin at a baseline checkpoint"):

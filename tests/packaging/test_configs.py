@@ -18,6 +18,8 @@ def command_for(path):
         return ["sweep"]
     if name.startswith("data_"):
         return ["data", "regenerate"]
+    if name.startswith("prompts_"):
+        return ["data", "synthesize"]
     if name == "results":
         return ["results"]
     if name.endswith("_target"):

@@ -146,7 +146,8 @@ def test_what_rejected_rows_predict_is_what_the_target_says_after_them(
     found = headroom(drafter, model, corpus, packs, source, device=CPU)
 
     length = drafter.proposal_length
-    rounds = rejected = rows_seen = exactly = near = after = 0
+    rounds = rejected = rows_seen = exactly = near = after = outside = 0
+    proposable = set(drafter.draft_to_target.tolist())
     met = np.zeros((4, length))
     followed = []
     for taken in decoding_rounds(drafter, corpus, packs, source, device=CPU):
@@ -181,6 +182,7 @@ def test_what_rejected_rows_predict_is_what_the_target_says_after_them(
             if anchor + length + 2 >= end:
                 continue
             rejected += 1
+            outside += ids[anchor + count + 1] not in proposable
             for row in range(count + 1, length + 1):
                 predicted, at = told[row - 1], anchor + row + 1
                 rows_seen += 1
@@ -190,8 +192,9 @@ def test_what_rejected_rows_predict_is_what_the_target_says_after_them(
     assert found.rounds == rounds and found.rejected_rounds == rejected > 20
     assert near >= exactly > 0
     totals = [found.rejected_rows, found.reconverged, found.reconverged_exactly,
-              found.accepted_after_rejection]  # fmt: skip
-    assert totals == pytest.approx([n / rejected for n in (rows_seen, near, exactly, after)])
+              found.accepted_after_rejection, found.outside_vocabulary]  # fmt: skip
+    expected = (rows_seen, near, exactly, after, outside)
+    assert totals == pytest.approx([n / rejected for n in expected]) and rejected > outside > 0
     assert found.alone.value == pytest.approx(1 + np.mean(followed))
     assert [slot.drafts for slot in found.slots] == met[0][met[0] > 0].tolist()
     for slot in found.slots:

@@ -239,6 +239,36 @@ def test_a_drafter_of_the_other_regime_takes_over_and_drafts_the_same(tiny_llama
     assert not torch.equal(markov.fc.weight, first.fc.weight)
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 5), (None, 3), (3, None)])
+def test_with_another_vocabulary_tokens_that_both_propose_have_the_same_scores(
+    tiny_llama, before, after
+):
+    """The vocabulary is chosen anew; for the other tokens the Markov head biases nothing."""
+    counts = {10: 5, 20: 9, 30: 1, 40: 7, 50: 8}
+    first = make_drafter(tiny_llama, "markov", draft_vocab_size=before, token_counts=counts, seed=1)
+    torch.nn.init.normal_(first.markov_head.markov_w2.weight)
+    second = make_drafter(
+        tiny_llama, "markov", draft_vocab_size=after, token_counts=counts, seed=2, like=first,
+        markov_rank=99,  # it keeps its rank
+    )  # fmt: skip
+    tokens_before = list(range(320)) if before is None else first.draft_to_target.tolist()
+    tokens_after = list(range(320)) if after is None else second.draft_to_target.tolist()
+    common = sorted(set(tokens_before) & set(tokens_after))
+    assert len(common) == 3
+    columns = [tokens_after.index(token) for token in common]
+    hidden_ND, previous_N = torch.randn(7, first.fc.out_features), torch.arange(7)
+    with torch.no_grad():
+        expected, found = (drafter.logits(hidden_ND, previous_N) for drafter in (first, second))
+    torch.testing.assert_close(
+        found[:, columns], expected[:, [tokens_before.index(token) for token in common]]
+    )
+    for name, value in second.layers.state_dict().items():
+        assert torch.equal(value, first.layers.state_dict()[name])
+    biases = second.markov_head.markov_w2.weight
+    new = [index for index, token in enumerate(tokens_after) if token not in tokens_before]
+    assert not biases[new].any() and biases[columns].all()
+
+
 def test_a_drafter_of_another_shape_cannot_be_taken_over(tiny_llama):
     wide = make_drafter(tiny_llama, intermediate_size=96)
     with pytest.raises(ConfigError, match="another shape: layers"):

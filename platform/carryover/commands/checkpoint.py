@@ -284,7 +284,8 @@ def _print_headroom(found: Headroom) -> None:
         f"their response. For each: {found.rejected_rows:.2f} rejected rows, of which "
         f"{found.reconverged:.2f} re-converge ({found.reconverged_exactly:.2f} at their very "
         f"position); {found.accepted_after_rejection:.2f} proposals after the first rejected one "
-        "come true\n"
+        f"come true. {100 * found.outside_vocabulary:.1f}% ended at a token that the drafter's "
+        "vocabulary lacks\n"
         f"acceptance length of the draft that follows: {found.alone.value:.3f}; mixed with what "
         f"the rejected rows predict {found.mixed.value:.3f}, {percent(found.gain)}\n"
     )

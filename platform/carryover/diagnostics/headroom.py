@@ -82,6 +82,8 @@ class Headroom:
         reconverged_exactly: of those, at its position.
         accepted_after_rejection: proposals after the first rejected one, for each rejected round,
             that equal the committed tokens.
+        outside_vocabulary: share of the rejected rounds that ended at a token which the drafter's
+            vocabulary lacks: what a larger one could have saved, and nothing else.
         slots: by slot of the next draft.
         alone: acceptance length of the drafts after rejected rounds.
         mixed: the same of the mixture.
@@ -94,6 +96,7 @@ class Headroom:
     reconverged: float
     reconverged_exactly: float
     accepted_after_rejection: float
+    outside_vocabulary: float
     slots: list[SlotHeadroom]
     alone: Interval
     mixed: Interval
@@ -142,7 +145,8 @@ def headroom(
     Raises:
         DataError: no round was rejected, or fewer than four responses have one that was.
     """
-    counts = torch.zeros(5, dtype=torch.float64)  # rows, reconverged, exactly, after, rejected
+    # rows, reconverged, exactly, accepted after, outside the vocabulary, rejected rounds
+    counts = torch.zeros(6, dtype=torch.float64)
     slots_4B = torch.zeros(4, drafter.proposal_length, dtype=torch.float64)
     drafts: list[_Drafts] = []
     rounds = responses = 0
@@ -153,7 +157,7 @@ def headroom(
         responses += int(taken.batch.document_ids_T.max()) + 1
         drafts += found
         on_rounds(len(taken.anchors_A))
-    rejected = int(counts[4])
+    rejected = int(counts[-1])
     if not rejected:
         raise DataError("no proposal was rejected in these responses: nothing would be carried")
     together = _Drafts(
@@ -163,9 +167,8 @@ def headroom(
         valid_NB=torch.cat([each.valid_NB for each in drafts]),
     )
     alone, mixed, gain = _mixture(together)
-    rows, reconverged, exactly, after = (counts[:4] / rejected).tolist()
     return Headroom(
-        rounds, rejected, rows, reconverged, exactly, after, _by_slot(slots_4B), alone, mixed, gain
+        rounds, rejected, *(counts[:-1] / rejected).tolist(), _by_slot(slots_4B), alone, mixed, gain
     )
 
 
@@ -207,7 +210,8 @@ def _next_drafts(
         accepted_A=accepted_N,
     )
     predicted_NB = predictions(target_model, states.last_hidden_ND)
-    _count(batch, anchors_N, accepted_N, proposals_NB, predicted_NB, counts)
+    to_draft = drafter.target_to_draft
+    _count(batch, anchors_N, accepted_N, proposals_NB, predicted_NB, to_draft, counts)
 
     shifted_N = anchors_N + accepted_N + 1
     rows_NB, valid_NB = block_labels(batch, shifted_N, length)
@@ -241,6 +245,7 @@ def _count(
     accepted_N: torch.Tensor,
     proposals_NB: torch.Tensor,
     predicted_NB: torch.Tensor,
+    to_draft: torch.Tensor | None,
     counts: torch.Tensor,
 ) -> None:
     """Add rejected rows, re-converged ones, and so on, of rounds well inside their response."""
@@ -255,7 +260,14 @@ def _count(
     exactly_NB = rejected_NB & (predicted_NB == at_NB)
     near_NB = (predicted_NB == before_NB) | (predicted_NB == after_NB)
     later_NB = rejected_NB & (row_B > accepted_N[:, None] + 1) & (proposals_NB == before_NB)
-    found = (rejected_NB, exactly_NB | (rejected_NB & near_NB), exactly_NB, later_NB, whole_N1)
+    outside_N1 = torch.zeros_like(whole_N1)
+    if to_draft is not None:
+        ends_N1 = committed.gather(1, accepted_N[:, None])
+        outside_N1 = whole_N1 & (to_draft[ends_N1] < 0)
+    found = (
+        rejected_NB, exactly_NB | (rejected_NB & near_NB), exactly_NB, later_NB, outside_N1,
+        whole_N1,
+    )  # fmt: skip
     counts += torch.stack([each.sum() for each in found]).to(counts)
 
 

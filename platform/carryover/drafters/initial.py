@@ -22,6 +22,10 @@ from carryover.drafters.warm_start import start_from_target
 from carryover.errors import ConfigError
 from carryover.targets import Target
 
+# Tensors that say which tokens a drafter proposes, or have a row for each.
+_OF_THE_VOCABULARY = ("d2t", "t2d", "lm_head.weight", "verifier_lm_head.weight")
+_MARKOV_OUTPUT = "markov_head.markov_w2.weight"
+
 
 def initialise(
     regime: str,
@@ -41,8 +45,9 @@ def initialise(
         token_counts: how often each token occurs in the responses; chooses a reduced
             vocabulary, and shows that the mask token is unused.
         seed: of the weights that are random.
-        like: a drafter of the same shape and of the other regime, whose weights it takes over. A
-            new Markov head then starts as none: its second factor is zero.
+        like: a drafter of the same shape, whose weights it takes over, whatever its regime. With
+            as many tokens in its vocabulary they stay those; else they are chosen anew. What a
+            Markov head lacks then starts as none: its second factor is zero.
 
     Raises:
         ConfigError: settings that do not fit the target.
@@ -84,7 +89,7 @@ def initialise(
             drafter = DRAFTERS[regime](
                 DSparkSpeculatorConfig(
                     **values,
-                    markov_rank=settings.markov_rank,
+                    markov_rank=_markov_rank(settings, like),
                     markov_head_type="vanilla",
                     enable_confidence_head=False,
                     confidence_head_with_markov=False,
@@ -104,15 +109,40 @@ def initialise(
     return drafter
 
 
+def _markov_rank(settings: DrafterSettings, like: BlockDrafter | None) -> int:
+    known = like is not None and like.markov_head is not None
+    return like.config.markov_rank if known else settings.markov_rank
+
+
 def _take_over(drafter: BlockDrafter, like: BlockDrafter) -> None:
     own = drafter.state_dict()
-    shared = {name: value for name, value in like.state_dict().items() if name in own}
-    misfits = [name for name, value in shared.items() if value.shape != own[name].shape]
+    taken = {name: value for name, value in like.state_dict().items() if name in own}
+    if drafter.draft_vocab_size != like.draft_vocab_size:
+        for name in (*_OF_THE_VOCABULARY, _MARKOV_OUTPUT):
+            taken.pop(name, None)
+    misfits = [name for name, value in taken.items() if value.shape != own[name].shape]
     if misfits:
         raise ConfigError(f"the drafter to begin at has another shape: {', '.join(misfits[:4])}")
-    drafter.load_state_dict(shared, strict=False)
-    if drafter.markov_head is not None:
-        torch.nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+    drafter.load_state_dict(taken, strict=False)
+    if drafter.markov_head is not None and _MARKOV_OUTPUT not in taken:
+        _take_over_markov_output(drafter, like)
+
+
+def _take_over_markov_output(drafter: BlockDrafter, like: BlockDrafter) -> None:
+    """Rows of the Markov head's second factor for tokens that both propose, the others zero."""
+    output = drafter.markov_head.markov_w2.weight.data.zero_()
+    if like.markov_head is None:
+        return
+    vocabulary_size = drafter.embed_tokens.num_embeddings
+    rows = output.new_zeros(vocabulary_size, output.shape[1])
+    rows[_proposable(like, vocabulary_size)] = like.markov_head.markov_w2.weight.data
+    output.copy_(rows[_proposable(drafter, vocabulary_size)])
+
+
+def _proposable(drafter: BlockDrafter, vocabulary_size: int) -> torch.Tensor:
+    """Tokens of the target's vocabulary that it proposes, in the order of its own: int64."""
+    tokens = drafter.draft_to_target
+    return torch.arange(vocabulary_size) if tokens is None else tokens
 
 
 def _layer_config(settings: DrafterSettings, config: PretrainedConfig) -> Qwen3Config:

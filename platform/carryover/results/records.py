@@ -74,12 +74,13 @@ def headroom_table(runs: Sequence[RunRecord]) -> str:
         rows.append([
             label(run), _count(int(found["rejected_rounds"])), _decimal(found["rejected_rows"]),
             _decimal(found["reconverged"]), _decimal(found["reconverged_exactly"]),
-            _decimal(found["accepted_after_rejection"]), _decimal(found["alone/value"]),
-            _decimal(found["mixed/value"]), percent(gain),
+            _decimal(found["accepted_after_rejection"]), _share(found.get("outside_vocabulary")),
+            _decimal(found["alone/value"]), _decimal(found["mixed/value"]), percent(gain),
         ])  # fmt: skip
     columns = [
         "run", "rejected rounds", "rejected rows", "re-converged", "at their position",
-        "accepted after rejection", "acceptance length of the next draft", "of the mixture", "gain",
+        "accepted after rejection", "ended outside the vocabulary",
+        "acceptance length of the next draft", "of the mixture", "gain",
     ]  # fmt: skip
     return table(columns, rows)
 
