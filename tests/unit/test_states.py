@@ -1,6 +1,7 @@
 """The target's states: read online from packs, and kept on disk."""
 
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -138,13 +139,45 @@ def test_an_interrupted_build_continues_with_the_part_it_was_at(tmp_path, tiny_l
 
     with pytest.raises(KeyboardInterrupt):
         cache.build(source, on_rows=interrupt)
-    assert cache.missing_parts() == [1]
+    (missing,) = cache.missing_parts()
     assert not [file for file in cache.folder.iterdir() if file.name.startswith(".part")]
-    first = (cache.folder / "part-000000.arrow").stat().st_mtime_ns
+    done = cache.folder / f"part-{1 - missing:06d}.arrow"
+    first = done.stat().st_mtime_ns
     again = cache_of(tmp_path, tiny_llama, corpus)
     again.build(source)
     assert again.missing_parts() == []
-    assert (cache.folder / "part-000000.arrow").stat().st_mtime_ns == first
+    assert done.stat().st_mtime_ns == first
+
+
+def test_runs_that_fill_a_cache_at_once_share_the_work(tmp_path, tiny_llama):
+    corpus = Corpus(table(rows(3 * ROWS_PER_PART + 9)), max_tokens=80)
+    tokens = int(corpus.lengths(corpus.usable).sum())
+    computed = Counter()
+
+    def counted(name):
+        source, _ = online(tiny_llama, corpus)
+        compute = source.states
+
+        def states(rows):
+            computed[name] += len(rows)
+            return compute(rows)
+
+        source.states = states
+        return source
+
+    first, second = (cache_of(tmp_path, tiny_llama, corpus) for _ in range(2))
+    done = []
+
+    def meanwhile(tokens):
+        if not done:  # in the first part that the first one came to
+            (begun,) = (file.name for file in first.folder.glob("part-*.arrow.*"))
+            others = [part for part in range(4) if not begun.startswith(f"part-{part:06d}")]
+            second.build(counted("second"), parts=others)
+        done.append(tokens)
+
+    first.build(counted("first"), on_rows=meanwhile)
+    assert computed.total() == len(corpus.usable) and computed["first"] in (9, ROWS_PER_PART)
+    assert sum(done) == tokens and not first.missing_parts()
 
 
 def test_another_target_layer_choice_type_or_data_has_another_folder(tmp_path, tiny, tiny_llama):

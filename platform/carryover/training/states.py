@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -221,6 +222,9 @@ class StateCache:
     ) -> None:
         """Write missing parts.
 
+        Runs that fill the same cache at once share the work: each takes the parts in an order of
+        its own, and leaves those that are there by then.
+
         Args:
             online: computes the states.
             parts: which parts; default: all missing ones.
@@ -233,8 +237,12 @@ class StateCache:
         description = self.folder / "cache.json"
         if not description.exists():
             write_whole(description, json.dumps(self._key, indent=2).encode())
-        for part in self.missing_parts() if parts is None else parts:
-            self._write_part(part, online, on_rows)
+        parts = list(self.missing_parts() if parts is None else parts)
+        for part in random.sample(parts, len(parts)):
+            if self._part(part).exists():
+                on_rows(int(self._corpus.lengths(self._rows_of(part)).sum()))
+            else:
+                self._write_part(part, online, on_rows)
 
     def states(self, rows: Sequence[int]) -> States:
         """States of these rows' sequences, as they are on disk."""
