@@ -162,8 +162,8 @@ def _gain(arm: str, result: BenchResult, cell: Cell) -> dict[str, str]:
     is_base = gain is None and arm == result.baseline and bool(cell.gains)
     base = "1 (baseline)" if is_base else ""
     return {
-        "acceptance gain": _percent(gain.acceptance_ratio) if gain else base,
-        "throughput gain": _percent(gain.speedup) if gain else base,
+        "acceptance gain": _dimmed(percent(gain, "acceptance_ratio")) if gain else base,
+        "throughput gain": _dimmed(percent(gain, "speedup")) if gain else base,
     }
 
 
@@ -232,17 +232,13 @@ def show_milliseconds(values: Sequence[float]) -> str:
 def percent(comparison: Comparison | None, figure: str) -> str:
     """A gain of a comparison in percent, without markup."""
     interval = None if comparison is None else getattr(comparison, figure)
-    return _percent(interval).replace("[dim]\\[", "[").replace("[/]", "")
+    return "-" if interval is None or not isfinite(interval.value) else interval.as_gain
 
 
-def _percent(interval: Interval | None) -> str:
-    if interval is None or not isfinite(interval.value):
-        return "-"
-    text = f"{100 * (interval.value - 1):+.1f}%"
-    if interval.bounded:
-        low, high = (100 * (bound - 1) for bound in (interval.low, interval.high))
-        text += f" [dim]\\[{low:+.1f}, {high:+.1f}][/]"
-    return text
+def _dimmed(gain: str) -> str:
+    """Its interval in grey, as rich's markup."""
+    value, bracket, bounds = gain.partition(" [")
+    return f"{value} [dim]\\[{bounds}[/]" if bracket else value
 
 
 def _marks(result: BenchResult) -> str:

@@ -46,6 +46,14 @@ class Interval:
         """Whether there is an interval at all."""
         return isfinite(self.low) and isfinite(self.high)
 
+    @property
+    def as_gain(self) -> str:
+        """This ratio as a gain in percent, with its interval if there is one: `+6.5% [+1, +9]`."""
+        text = f"{100 * (self.value - 1):+.1f}%"
+        if self.bounded:
+            text += f" [{100 * (self.low - 1):+.1f}, {100 * (self.high - 1):+.1f}]"
+        return text
+
 
 def time_per_output_token(ttft_s: float, latency_s: float, output_tokens: int) -> float | None:
     """TPOT in seconds; None for a response of fewer than two tokens."""

@@ -17,7 +17,6 @@ from carryover.bench import statistics
 from carryover.bench.records import Condition, Request
 from carryover.bench.summary import ArmSummary, Comparison
 from carryover.bench.ties import Ties
-from carryover.results.markdown import percent
 
 UNDRAFTED_WORTH_TELLING = 0.02
 # between figures that are computed in two ways from the same integers
@@ -218,7 +217,7 @@ def note_on_equal_arms(condition: Condition, again: Comparison) -> str:
     """
     return (
         f"{condition.title}: {again.baseline} and {again.arm} are the same arm twice, and differ "
-        f"by {percent(again.speedup)} in output tokens/s; so may any two arms, whatever the "
+        f"by {again.speedup.as_gain} in output tokens/s; so may any two arms, whatever the "
         "intervals of their speeds"
     )
 

@@ -268,8 +268,6 @@ def _print_headroom(found: Headroom) -> None:
     from rich import box
     from rich.table import Table
 
-    from carryover.results.markdown import percent
-
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in (
         "slot", "drafts", "drafter right", "rejected row right", "only the rejected row right"
@@ -287,7 +285,7 @@ def _print_headroom(found: Headroom) -> None:
         f"come true. {100 * found.outside_vocabulary:.1f}% ended at a token that the drafter's "
         "vocabulary lacks\n"
         f"acceptance length of the draft that follows: {found.alone.value:.3f}; mixed with what "
-        f"the rejected rows predict {found.mixed.value:.3f}, {percent(found.gain)}\n"
+        f"the rejected rows predict {found.mixed.value:.3f}, {found.gain.as_gain}\n"
     )
 
 

@@ -15,12 +15,7 @@ DASH = "–"
 
 def percent(ratio: Interval | None) -> str:
     """A ratio as a gain in percent, with its interval; a dash where there is none."""
-    if ratio is None or not isfinite(ratio.value):
-        return DASH
-    text = f"{100 * (ratio.value - 1):+.1f}%"
-    if ratio.bounded:
-        text += f" [{100 * (ratio.low - 1):+.1f}, {100 * (ratio.high - 1):+.1f}]"
-    return text
+    return DASH if ratio is None or not isfinite(ratio.value) else ratio.as_gain
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
