@@ -9,7 +9,8 @@
 # runs/results/TARGET, from where jobs/configs/results.yaml names them.
 #
 # REGIMES, SEEDS   what to train; default: "dflash markov", "1 2 3"
-# NUM_PROMPTS      that the target writes for training; default: 2400
+# NUM_PROMPTS      that the target writes for training; default: 2400, embedded 9600
+# NUM_TASKS        of the kinds that benches measure, for the embedded target; default: 6000
 # NUM_EVAL         prompts of PROMPTS to measure on; default: 96
 # CONTEXT          tokens that a prompt and its answer may have; default: 2048, laboratory 1024,
 #                  which are all positions that it has: PROMPTS beyond it are refused
@@ -32,7 +33,7 @@ variants=
   variants="hidden_states/none hidden_states/projector target_tokens/embedding draft_tokens/embedding"
 read -ra ablation <<<"${ABLATION-$variants}"
 ablated=${regimes[-1]}
-num_prompts=${NUM_PROMPTS:-2400} num_eval=${NUM_EVAL:-96}
+num_eval=${NUM_EVAL:-96}
 
 # Cores that multiply in bfloat16 train and write text in it, 1.6 times as fast; benches stay at
 # the engines' default.
@@ -42,14 +43,24 @@ if grep -qw -e avx512_bf16 -e amx_bf16 /proc/cpuinfo; then
 fi
 platform=${CARRYOVER_VENV:-.venv}/bin/platform
 config=jobs/configs/$subject.yaml results=runs/results/$subject
-target=embedded context=${CONTEXT:-2048}
-[ "$subject" = embedded ] || { target=runs/targets/laboratory/best context=${CONTEXT:-1024}; }
+if [ "$subject" = embedded ]; then
+  target=embedded num_prompts=${NUM_PROMPTS:-9600} context=${CONTEXT:-2048}
+else
+  target=runs/targets/laboratory/best num_prompts=${NUM_PROMPTS:-2400} context=${CONTEXT:-1024}
+fi
 
 step() { printf '\n==> %s\n' "$*"; "$@"; }
 
 data() {
+  local prompts=(--prompts runs/data/prompts)
   step "$platform" data synthesize -n "$num_prompts" ${write_fast[@]+"${write_fast[@]}"}
-  step "$platform" data regenerate ${write_fast[@]+"${write_fast[@]}"} --set max_new_tokens=192
+  if [ "$subject" = embedded ]; then
+    step "$platform" data synthesize -c jobs/configs/prompts_embedded_tasks.yaml \
+      -n "${NUM_TASKS:-6000}" ${write_fast[@]+"${write_fast[@]}"}
+    prompts=(--prompts runs/data/task-prompts "${prompts[@]}")
+  fi
+  step "$platform" data regenerate "${prompts[@]}" ${write_fast[@]+"${write_fast[@]}"} \
+    --set max_new_tokens=192
   responses=runs/data/responses
   if [ "$subject" = laboratory ]; then
     step "$platform" train target -c jobs/configs/laboratory_target.yaml -d "$responses" \
