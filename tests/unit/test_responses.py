@@ -5,7 +5,10 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from carryover.cli import app
+from carryover.data.merging import merge
 from carryover.data.responses import (
     RESPONSES,
     open_responses,
@@ -107,3 +110,53 @@ def test_responses_belong_to_their_target(tmp_path):
     require_target(lines, TARGET, source="r")
     with pytest.raises(DataError, match="response_ids holds token 99, but the target's vocab"):
         require_target(lines, {**TARGET, "vocab_size": 99}, source="r")
+
+
+def folder_of(path, rows, *, target=TARGET, **sampling):
+    with open_responses(path, target=target, sampling=sampling) as store:
+        for row in rows:
+            store.append([row])
+    return path
+
+
+def test_merged_responses_are_all_of_them_once(tmp_path):
+    first = folder_of(tmp_path / "a", [response(4), response(1)], temperatures=[0.0])
+    again = [response(4), response(9, prompt_ids=[1, 2, 1]), response(2, prompt_ids=[1, 2])]
+    # as many tokens in all, but another prompt
+    again += [response(3, prompt_ids=[1, 2, 4, 5], response_ids=[6])]
+    second = folder_of(tmp_path / "b", again, temperatures=[0.8])
+    found = merge([first, second], tmp_path / "both")
+    assert found.taken == {str(first): 2, str(second): 2} and (found.rows, found.repeated) == (4, 2)
+    merged = read_responses(tmp_path / "both")
+    assert merged.column("id").to_pylist() == [0, 1, 2, 3]
+    assert merged.column("prompt_ids").to_pylist() == [[1, 2, 4], [1, 2, 1], [1, 2], [1, 2, 4, 5]]
+    metadata = responses_metadata(merged)
+    assert metadata["target"] == TARGET
+    assert metadata["settings"]["merged"] == [{"temperatures": [0.0]}, {"temperatures": [0.8]}]
+
+
+def test_what_cannot_be_merged_is_refused_and_nothing_is_written(tmp_path):
+    first = folder_of(tmp_path / "a", [response(1)])
+    other = folder_of(tmp_path / "b", [response(2)], target={**TARGET, "vocab_size": 99})
+    lines = write_lines(tmp_path / "r.jsonl", [response(3)])
+    out = tmp_path / "both"
+    for sources, message in (
+        ([first], "at least two"),
+        ([first, first], "at least two"),
+        ([first, other], "different targets"),
+        ([first, lines], "does not say which target"),
+        ([first, tmp_path / "none"], "no responses at"),
+    ):
+        with pytest.raises(DataError, match=message):
+            merge(sources, out)
+        assert not out.exists()
+    with pytest.raises(DataError, match="holds rows already"):
+        merge([first, folder_of(tmp_path / "c", [response(5)])], first)
+
+
+def test_the_merge_command_says_what_it_took(tmp_path):
+    folders = [folder_of(tmp_path / name, [response(n) for n in (1, 2)]) for name in "ab"]
+    words = ["data", "merge", *map(str, folders), "-o", str(tmp_path / "c")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "2 responses in" in result.output and "2 left out as repeated" in result.output

@@ -46,6 +46,12 @@ def register(app: typer.Typer) -> None:
     )(regenerate)
     group.command(
         epilog=examples(
+            "platform data merge runs/data/responses runs/data/responses-2 --out runs/data/both",
+            "platform data merge embedded-a.parquet embedded-b.parquet -o runs/data/both",
+        )
+    )(merge)
+    group.command(
+        epilog=examples(
             "platform data inspect runs/data/responses",
             "platform data inspect runs/data/prompts --samples 10",
             "platform data inspect responses.jsonl --target embedded",
@@ -134,6 +140,25 @@ def regenerate(
     with Reporter("responses", resume_hint=resolved.out) as reporter:
         summary = job.regenerate(resolved, report=reporter)
     show_regeneration(console(), summary, max_prompt_tokens=resolved.max_prompt_tokens)
+
+
+def merge(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Responses: folders or Parquet files.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for all of them (Parquet).")],
+) -> None:
+    """Put responses of one target together, to train on all of them.
+
+    Rows are numbered anew; one whose prompt and response are there already is left out.
+    """
+    from carryover.data.merging import merge as put_together
+
+    found = put_together(sources, out)
+    for source, count in found.taken.items():
+        typer.echo(f"{count:,} from {source}")
+    repeated = f"; {found.repeated:,} left out as repeated" if found.repeated else ""
+    typer.echo(f"{found.rows:,} responses in {found.path}{repeated}")
 
 
 def inspect(
