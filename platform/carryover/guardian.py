@@ -195,7 +195,8 @@ def _reap(alive: int, command: list[str], environment: dict[str, str], forwarded
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != reaper:
             os._exit(1)
-        for number in forwarded:
+        # SIGINT too where the caller ignores it: here it comes from the reaper alone
+        for number in {*forwarded, signal.SIGINT}:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
         # process titles must not overwrite the mark that leftovers are known by
@@ -204,20 +205,19 @@ def _reap(alive: int, command: list[str], environment: dict[str, str], forwarded
     for number in forwarded:
         signal.signal(number, lambda number, _: received.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
-    status = _watch(worker, alive, received, interruptible=signal.SIGINT in forwarded)
+    status = _watch(worker, alive, received)
     stubborn = _end_descendants(grace_s=ORPHAN_GRACE_S)
     if stubborn:
         _say(f"processes {stubborn} cannot be ended; the kernel holds them")
     return status
 
 
-def _watch(worker: int, alive: int, received: list[int], *, interruptible: bool) -> int:
+def _watch(worker: int, alive: int, received: list[int]) -> int:
     """Pass signals on to the worker until it ends; return its exit status.
 
     SIGTERM reaches the worker as SIGINT: Ray replaces a driver's handler of SIGTERM by one that
     kills the cluster under it, while Ctrl-C always unwinds it in order.
     """
-    gentle = signal.SIGINT if interruptible else signal.SIGTERM
     watched, interrupts, deadline = [alive], 0, inf
     while True:
         status = _collect(worker)
@@ -231,12 +231,13 @@ def _watch(worker: int, alive: int, received: list[int], *, interruptible: bool)
         while received:
             if received.pop(0) == signal.SIGINT:
                 interrupts += 1
-                _signal(worker, signal.SIGKILL if interrupts >= INTERRUPTS_TO_KILL else gentle)
+                patient = interrupts < INTERRUPTS_TO_KILL
+                _signal(worker, signal.SIGINT if patient else signal.SIGKILL)
             else:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
                 if not interrupts:
                     interrupts = 1
-                    _signal(worker, gentle)
+                    _signal(worker, signal.SIGINT)
         if time.monotonic() > deadline:
             _say("the command did not stop in time and is killed")
             _signal(worker, signal.SIGKILL)

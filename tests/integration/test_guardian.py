@@ -55,6 +55,8 @@ COMMAND = textwrap.dedent(
     if mode == "deaf":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode == "replaced":  # as Ray does with a driver's
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(99))
     (folder / "worker.part").write_text(f"{os.getpid()} {os.getppid()}")
     (folder / "worker.part").rename(folder / "worker")
     print("working", flush=True)
@@ -285,12 +287,14 @@ def test_a_closed_terminal_ends_the_command_unless_nohup(tree, tmp_path):
 
 
 def test_a_background_job_of_a_script_ignores_interrupts_and_obeys_sigterm(tree):
-    running = tree(preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)).start()
+    ignoring = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    running = tree("replaced", **ignoring).start()
     running.process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert psutil.pid_exists(running.worker)
     running.process.terminate()
     assert running.process.wait(15) == 143
+    assert (running.folder / "cleaned").exists()
     assert running.gone()
 
 
