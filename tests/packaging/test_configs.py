@@ -20,7 +20,7 @@ def command_for(path):
         return ["data", "regenerate"]
     if name.startswith("prompts_"):
         return ["data", "synthesize"]
-    if name == "results":
+    if name.startswith("results"):
         return ["results"]
     if name.endswith("_target"):
         return ["train", "target"]
