@@ -163,8 +163,10 @@ diagnose() {
   local regime=$1 name=$subject-$1 seed variant answers=$results/responses
   local done=$results/diagnosed-$1
   [ ! -e "$done" ] || return 0
-  step "$platform" data regenerate --target "$target" --prompts "$prompts" --limit "$num_eval" \
-    --out "$answers" --set temperatures=[0.0] --set max_new_tokens=128
+  # files of prompts hold set after set
+  step "$platform" data regenerate --target "$target" --out "$answers" \
+    --set "prompts=[{path: $prompts, limit: $num_eval, shuffle_seed: 0}]" \
+    --set temperatures=[0.0] --set max_new_tokens=128
   step "$platform" checkpoint headroom "runs/train/$name/best" -d "$answers" --name "$name-headroom"
   for seed in "${seeds[@]}"; do
     step "$platform" checkpoint replay "runs/train/$name-carryover-$seed/last" -d "$answers" \
