@@ -104,7 +104,7 @@ def record_diagnoses(tracker):
     slots = [SlotHeadroom(1, 90, 0.71, 0.25, 0.0625), SlotHeadroom(2, 80, 0.5, 0.25, 0.125)]
     alone, mixed = Interval(2.1, 2.0, 2.2), Interval(2.17, 2.1, 2.3)
     gain = Interval(1.034, 1.011, 1.058)
-    found = Headroom(100, 90, 2.5, 1.75, 0.5, 0.25, slots, alone, mixed, gain)
+    found = Headroom(100, 90, 2.5, 1.75, 0.5, 0.25, 0.125, slots, alone, mixed, gain)
     record(tracker, "headroom", "small headroom", job, found)
     rates = {"on": 0.75, "off": 0.7}
     recalls = [Recall(1, 1, 90, rates, 0.05, 0.013), Recall(2, 1, 0, {}, nan, nan)]
