@@ -52,14 +52,14 @@ fi
 step() { printf '\n==> %s\n' "$*"; "$@"; }
 
 data() {
-  local prompts=(--prompts runs/data/prompts)
+  local sources=(--prompts runs/data/prompts)
   step "$platform" data synthesize -n "$num_prompts" ${write_fast[@]+"${write_fast[@]}"}
   if [ "$subject" = embedded ]; then
     step "$platform" data synthesize -c jobs/configs/prompts_embedded_tasks.yaml \
       -n "${NUM_TASKS:-6000}" ${write_fast[@]+"${write_fast[@]}"}
-    prompts=(--prompts runs/data/task-prompts "${prompts[@]}")
+    sources=(--prompts runs/data/task-prompts "${sources[@]}")
   fi
-  step "$platform" data regenerate "${prompts[@]}" ${write_fast[@]+"${write_fast[@]}"} \
+  step "$platform" data regenerate "${sources[@]}" ${write_fast[@]+"${write_fast[@]}"} \
     --set max_new_tokens=192
   responses=runs/data/responses
   if [ "$subject" = laboratory ]; then

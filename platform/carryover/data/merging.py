@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -62,19 +63,23 @@ def merge(sources: Sequence[str | Path], out: str | Path) -> MergeSummary:
     )  # fmt: skip
     with store:
         for source, table in tables.items():
-            fresh = [row for row, digest in enumerate(_digests(table)) if _add(digest, seen)]
-            taken[source] = len(fresh)
-            for rows in np.array_split(fresh, -(-len(fresh) // _ROWS_AT_ONCE) or 1):
-                part = table.take(pa.array(rows, pa.int64())).to_pylist()
-                first = len(store.ids)
-                store.append([{**row, "id": first + place} for place, row in enumerate(part)])
+            before = len(seen)
+            for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
+                fresh = []
+                for row in batch.to_pylist():
+                    digest = _digest(row)
+                    if digest not in seen:
+                        fresh.append({**row, "id": len(seen)})
+                        seen.add(digest)
+                store.append(fresh)
+            taken[source] = len(seen) - before
     rows = sum(taken.values())
     return MergeSummary(
         str(out), rows, taken, sum(table.num_rows for table in tables.values()) - rows
     )
 
 
-def _common_target(tables: dict[str, pa.Table]) -> dict:
+def _common_target(tables: Mapping[str, pa.Table]) -> dict[str, Any]:
     recorded = {
         source: found
         for source, table in tables.items()
@@ -97,24 +102,7 @@ def _common_target(tables: dict[str, pa.Table]) -> dict:
     return recorded[first]
 
 
-def _digests(table: pa.Table) -> list[bytes]:
-    """A digest of each row's prompt and response."""
-    digests = []
-    columns = [table.column(name).combine_chunks() for name in ("prompt_ids", "response_ids")]
-    values = [column.flatten().to_numpy(zero_copy_only=False) for column in columns]
-    ends = [np.cumsum([0, *column.value_lengths().to_numpy()]) for column in columns]
-    for row in range(table.num_rows):
-        digest = hashlib.blake2b(digest_size=16)
-        for tokens, at in zip(values, ends, strict=True):
-            ids = tokens[at[row] : at[row + 1]]
-            digest.update(len(ids).to_bytes(8, "little"))
-            digest.update(ids.tobytes())
-        digests.append(digest.digest())
-    return digests
-
-
-def _add(digest: bytes, seen: set[bytes]) -> bool:
-    if digest in seen:
-        return False
-    seen.add(digest)
-    return True
+def _digest(row: Mapping[str, Any]) -> bytes:
+    """Of a row's prompt and response."""
+    ids = [len(row["prompt_ids"]), *row["prompt_ids"], *row["response_ids"]]
+    return hashlib.blake2b(np.array(ids, np.int64).tobytes(), digest_size=16).digest()
